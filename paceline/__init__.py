@@ -1,0 +1,1 @@
+"""Paceline: what the services share, and what a Python client imports."""

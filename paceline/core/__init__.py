@@ -1,0 +1,1 @@
+"""Words and rules; standard library only."""

@@ -1,0 +1,219 @@
+"""Everything that can go wrong, as one tree; each class has the reason that goes on the wire and carries its facts.
+
+    PacelineError
+    ├── InvalidRequestError        the caller's mistake; nothing was computed
+    │   ├── BadPromptError             BAD_PROMPT
+    │   ├── PromptTooLongError         PROMPT_TOO_LONG
+    │   ├── BadSamplingError           BAD_SAMPLING
+    │   └── BadStopError               BAD_STOP
+    ├── NotBuiltError              NOT_BUILT: a field whose feature does not exist yet
+    ├── OverloadedError            come back later; carries retry_after_s
+    │   ├── QueueFullError             QUEUE_FULL
+    │   └── SlowConsumerError          SLOW_CONSUMER
+    ├── UnavailableError           nobody can serve this now
+    │   ├── NoEndpointError            NO_ENDPOINT
+    │   ├── DrainingError              DRAINING
+    │   └── PeerLostError              PEER_LOST
+    ├── DeadlineError              DEADLINE_EXCEEDED, with the phase
+    ├── CancelledRequestError      the caller left; not a failure
+    ├── FingerprintMismatchError   FINGERPRINT_MISMATCH, naming the field
+    ├── KvError                    a hand-over failed; recovered under a new attempt
+    │   ├── KvLostError                KV_LOST
+    │   ├── LeaseExpiredError          LEASE_EXPIRED
+    │   └── KvChecksumError            KV_CHECKSUM
+    ├── UnsupportedModelError      ARCHITECTURE_UNSUPPORTED: refused at start
+    ├── InvariantError             INVARIANT: our own bug
+    └── ConfigError                a setting that cannot work; ends the process at start
+
+Only `paceline/runtime/grpc_status.py` knows which gRPC code each one becomes.
+"""
+
+from typing import ClassVar
+
+
+class PacelineError(Exception):
+    """The root. `str(error)` says what happened and what to do, in one sentence; it never holds prompt text."""
+
+    reason: ClassVar[str] = "INVARIANT"
+
+    def facts(self) -> dict[str, str]:
+        """What goes into ErrorInfo.metadata."""
+        return {}
+
+
+class InvalidRequestError(PacelineError):
+    """The request cannot be served as it is."""
+
+
+class BadPromptError(InvalidRequestError):
+    """The prompt is empty, not text, or holds an unknown role or token id."""
+
+    reason = "BAD_PROMPT"
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt passes a limit; `unit` is "bytes" or "tokens"."""
+
+    reason = "PROMPT_TOO_LONG"
+
+    def __init__(self, *, limit: int, given: int, unit: str = "tokens") -> None:
+        super().__init__(f"the prompt has {given} {unit}, and the limit is {limit}; shorten it")
+        self.limit, self.given, self.unit = limit, given, unit
+
+    def facts(self) -> dict[str, str]:
+        return {"limit": str(self.limit), "given": str(self.given), "unit": self.unit}
+
+
+class _FieldError(InvalidRequestError):
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+    def facts(self) -> dict[str, str]:
+        return {"field": self.field}
+
+
+class BadSamplingError(_FieldError):
+    """A sampling field is out of its range."""
+
+    reason = "BAD_SAMPLING"
+
+
+class BadStopError(_FieldError):
+    """A stop condition is out of its range."""
+
+    reason = "BAD_STOP"
+
+
+class NotBuiltError(PacelineError):
+    """The field is in the contract, but what it asks for is not built yet."""
+
+    reason = "NOT_BUILT"
+
+    def __init__(self, field: str, meaning: str) -> None:
+        super().__init__(f"{field} is not built yet ({meaning}); leave it unset")
+        self.field = field
+
+    def facts(self) -> dict[str, str]:
+        return {"field": self.field}
+
+
+class OverloadedError(PacelineError):
+    """There is no room now."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(OverloadedError):
+    """The router holds as many requests as it may."""
+
+    reason = "QUEUE_FULL"
+
+
+class SlowConsumerError(OverloadedError):
+    """The client reads more slowly than tokens come, and its buffer is full."""
+
+    reason = "SLOW_CONSUMER"
+
+
+class UnavailableError(PacelineError):
+    """Nobody can serve this at the moment."""
+
+
+class NoEndpointError(UnavailableError):
+    """No worker of the needed tier is known."""
+
+    reason = "NO_ENDPOINT"
+
+
+class DrainingError(UnavailableError):
+    """The process is shutting down and takes nothing new."""
+
+    reason = "DRAINING"
+
+
+class PeerLostError(UnavailableError):
+    """A process that held part of the request is gone, and the attempts are used up."""
+
+    reason = "PEER_LOST"
+
+
+class DeadlineError(PacelineError):
+    """The deadline passed; `phase` is queued, prefill, transfer or decode."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(f"the deadline passed in phase {phase}")
+        self.phase = phase
+
+    def facts(self) -> dict[str, str]:
+        return {"phase": self.phase}
+
+
+class CancelledRequestError(PacelineError):
+    """The caller cancelled; the request's blocks are given back."""
+
+    reason = "CANCELLED"
+
+
+class FingerprintMismatchError(PacelineError):
+    """Two processes do not serve the same thing; `field` says in what they differ."""
+
+    reason = "FINGERPRINT_MISMATCH"
+
+    def __init__(self, field: str, ours: str, theirs: str) -> None:
+        super().__init__(f"{field} differs: {ours} here, {theirs} there; start both with the same settings")
+        self.field, self.ours, self.theirs = field, ours, theirs
+
+    def facts(self) -> dict[str, str]:
+        return {"field": self.field, "ours": self.ours, "theirs": self.theirs}
+
+
+class KvError(PacelineError):
+    """A hand-over failed as a whole; the request goes on under a new attempt."""
+
+
+class KvLostError(KvError):
+    """The blocks are gone, or nobody can say that they are not."""
+
+    reason = "KV_LOST"
+
+
+class LeaseExpiredError(KvError):
+    """The lease ended before the last byte was safe."""
+
+    reason = "LEASE_EXPIRED"
+
+
+class KvChecksumError(KvError):
+    """A block arrived other than it left."""
+
+    reason = "KV_CHECKSUM"
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(f"block {ordinal} of the hand-over does not match its checksum")
+        self.ordinal = ordinal
+
+    def facts(self) -> dict[str, str]:
+        return {"ordinal": str(self.ordinal)}
+
+
+class UnsupportedModelError(PacelineError):
+    """This model would be served wrongly, so it is not served."""
+
+    reason = "ARCHITECTURE_UNSUPPORTED"
+
+
+class InvariantError(PacelineError):
+    """Something that can only be false through our own bug."""
+
+    reason = "INVARIANT"
+
+
+class ConfigError(PacelineError):
+    """A setting cannot work; the message says which and why."""
+
+    reason = "CONFIG"

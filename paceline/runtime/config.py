@@ -1,0 +1,110 @@
+"""Settings: one frozen dataclass a service, filled from a TOML file's section and then from flags.
+
+A field is made with `option(default, help)`; its name is the flag (`max_num_seqs` -> `--max-num-seqs`) and the
+key in the file. This module knows no service and no setting.
+"""
+
+import argparse
+import dataclasses
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.core.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def option(default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """A setting with its default, a line of help, and the values it may take (any, when empty)."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices})
+
+
+def load_config(cls: type[C], argv: Sequence[str], *, prog: str, section: str, about: str) -> C:
+    """The settings `cls` out of defaults, then `--config FILE`'s `[section]`, then the flags in `argv`.
+
+    Exits with status 2 and one line on a wrong flag or file, as argparse does.
+    """
+    parser = _parser(cls, prog, section, about)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    config_file = given.pop("config", None)
+    try:
+        from_file = read_section(cls, Path(config_file), section) if config_file else {}
+        return cls(**{**from_file, **given})
+    except ConfigError as error:
+        parser.exit(2, f"{prog}: error: {error}\n")
+
+
+def read_section(cls: type[Any], path: Path, section: str) -> dict[str, Any]:
+    """The `[section]` of a TOML file, checked against the fields of `cls`; {} when the section is absent."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get(section, {})
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {section!r} must be a table, [{section}]")
+    fields = {field.name: field for field in _fields(cls)}
+    return {key: _checked(fields, path, section, key, value) for key, value in table.items()}
+
+
+def config_from_args(cls: type[C], argv: Sequence[str]) -> C:
+    """The settings `cls` out of flags alone; for tests and tools that build a service in their own process."""
+    return load_config(cls, argv, prog="paceline", section="", about="")
+
+
+def _parser(cls: type[Any], prog: str, section: str, about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("--config", metavar="FILE", help=f"a TOML file; its [{section}] sets what the flags do not")
+    for field in _fields(cls):
+        _add_flag(parser, field, _value_type(cls, field.name))
+    return parser
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", kind: type) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    text = field.metadata["help"].replace("%", "%%")
+    if kind is bool:
+        shown = f"{text} (default: {'on' if field.default else 'off'})"
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=shown)
+        return
+    shown = text if field.default in (None, "") else f"{text} (default: {field.default})"
+    choices = field.metadata["choices"] or None
+    metavar = None if choices else kind.__name__.upper()
+    parser.add_argument(flag, type=kind, choices=choices, default=None, metavar=metavar, help=shown)
+
+
+def _checked(
+    fields: "dict[str, dataclasses.Field[Any]]", path: Path, section: str, key: str, value: object
+) -> object:
+    if key not in fields:
+        raise ConfigError(f"{path}: [{section}] has no setting {key!r}; known: {', '.join(sorted(fields))}")
+    choices = fields[key].metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{path}: [{section}] {key} must be one of {', '.join(choices)}, not {value!r}")
+    default = fields[key].default
+    if default is not None and not isinstance(value, _accepted(type(default))):
+        raise ConfigError(f"{path}: [{section}] {key} must be a {type(default).__name__}, not {value!r}")
+    return value
+
+
+def _accepted(kind: type) -> tuple[type, ...]:
+    return (int, float) if kind is float else (kind,)
+
+
+def _fields(cls: type[Any]) -> "tuple[dataclasses.Field[Any], ...]":
+    return dataclasses.fields(cls)
+
+
+def _value_type(cls: type[Any], name: str) -> type:
+    """The type of a field; of `T | None`, T."""
+    hint = typing.get_type_hints(cls, vars(sys.modules[cls.__module__]))[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    assert isinstance(hint, type), f"{cls.__name__}.{name} must be a plain type"
+    return hint
