@@ -1,0 +1,82 @@
+from paceline.v1 import generation_pb2 as _generation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CallContext(_message.Message):
+    __slots__ = ("request_id", "attempt", "time_budget_s", "cache_scope")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TIME_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    time_budget_s: float
+    cache_scope: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ...) -> None: ...
+
+class SequenceSpec(_message.Message):
+    __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache")
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_CACHE_FIELD_NUMBER: _ClassVar[int]
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _generation_pb2.SamplingParams
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    bypass_cache: bool
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., bypass_cache: _Optional[bool] = ...) -> None: ...
+
+class KvTicket(_message.Message):
+    __slots__ = ("lease_id", "owner_id", "owner_address", "boot_epoch", "fingerprint", "block_hashes", "num_blocks")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    owner_id: str
+    owner_address: str
+    boot_epoch: int
+    fingerprint: ModelFingerprint
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    num_blocks: int
+    def __init__(self, lease_id: _Optional[str] = ..., owner_id: _Optional[str] = ..., owner_address: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[ModelFingerprint, _Mapping]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class ModelFingerprint(_message.Message):
+    __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    weights: str
+    tokenizer: str
+    chat_template: str
+    config: str
+    dtype: str
+    block_size: int
+    kv_layout: str
+    def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "finish_reason")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    finish_reason: _generation_pb2.FinishReason
+    def __init__(self, token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ...) -> None: ...

@@ -1,0 +1,68 @@
+from paceline.v1 import engine_pb2 as _engine_pb2
+from paceline.v1 import inference_pb2 as _inference_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("worker_id", "role", "boot_epoch", "fingerprint", "model_id", "max_model_tokens", "vocab_size", "num_blocks", "block_bytes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _inference_pb2.WorkerRole
+    boot_epoch: int
+    fingerprint: _engine_pb2.ModelFingerprint
+    model_id: str
+    max_model_tokens: int
+    vocab_size: int
+    num_blocks: int
+    block_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., model_id: _Optional[str] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+
+class WatchLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchLoadResponse(_message.Message):
+    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_pending_tokens", "num_steps", "num_blocks_pulled", "draining", "num_preemptions", "num_leases")
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_PULLED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    num_steps: int
+    num_blocks_pulled: int
+    draining: bool
+    num_preemptions: int
+    num_leases: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
