@@ -1,0 +1,43 @@
+"""Names for full KV blocks: a keyed, chained 128-bit digest over everything that the block's content depends on.
+
+Two blocks have the same hash only if model, cache scope, all earlier tokens and their own tokens are the same.
+"""
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+_KEY = b"paceline.block.v1"
+_DIGEST_BYTES = 16
+
+
+def chain_root(fingerprint: bytes, cache_scope: str) -> BlockHash:
+    """What the chain starts from: requests with another model or another scope share no block."""
+    return _digest(_with_length(fingerprint), _with_length(cache_scope.encode()))
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of one full block that follows the block named `parent`."""
+    return _digest(parent, array("I", token_ids).tobytes())
+
+
+def hash_full_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> tuple[BlockHash, ...]:
+    """The hashes of the full blocks of `token_ids`, in order; a partial last block has none."""
+    hashes: list[BlockHash] = []
+    parent = root
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = hash_block(parent, token_ids[end - block_size : end])
+        hashes.append(parent)
+    return tuple(hashes)
+
+
+def _with_length(field: bytes) -> bytes:
+    return struct.pack("<I", len(field)) + field
+
+
+def _digest(*parts: bytes) -> BlockHash:
+    return BlockHash(hashlib.blake2b(b"".join(parts), digest_size=_DIGEST_BYTES, key=_KEY).digest())

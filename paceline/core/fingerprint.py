@@ -1,0 +1,31 @@
+"""What two processes must agree on before tokens or blocks pass between them."""
+
+import hashlib
+from dataclasses import dataclass, fields
+
+from paceline.core.errors import FingerprintMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """Digests of everything that decides which KV a token list gives."""
+
+    weights: str
+    tokenizer: str
+    chat_template: str
+    config: str
+    dtype: str
+    block_size: int
+    kv_layout: str
+
+    def digest(self) -> bytes:
+        """One name for all of it, 16 bytes."""
+        text = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def require_same(self, theirs: "ModelFingerprint") -> None:
+        """Raises FingerprintMismatchError with the first field that differs."""
+        for field in fields(self):
+            ours_value, theirs_value = getattr(self, field.name), getattr(theirs, field.name)
+            if ours_value != theirs_value:
+                raise FingerprintMismatchError(field.name, str(ours_value), str(theirs_value))

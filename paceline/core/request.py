@@ -1,0 +1,103 @@
+"""What is asked for: by a client (`Request`), and of a worker (`SequenceSpec`). All frozen, all valid."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, NewType
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+LeaseId = NewType("LeaseId", str)
+BootEpoch = NewType("BootEpoch", int)
+
+
+class SequenceId(NamedTuple):
+    """One attempt at one request; a retry is another sequence, so that stale work is told apart."""
+
+    request_id: RequestId
+    attempt: int
+
+
+class FinishReason(enum.Enum):
+    """Why a candidate ended, as the client sees it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    EOS = "eos"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+# Text, token ids, or the messages of a chat.
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopConditions:
+    """When a candidate ends. `max_tokens` None means the server's default."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked for. `sampling.seed` is minted where the client gave none."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    stopping: StopConditions
+    client_request_id: str = ""
+    bypass_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One sequence for a worker to compute.
+
+    `output_ids` were generated, and sent to the client, by earlier attempts: they are input now, but they still
+    count as output for limits, positions and usage.
+    """
+
+    sequence_id: SequenceId
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    output_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    bypass_cache: bool = False
+    cache_scope: str = ""
+    time_budget_s: float | None = None
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Prompt and earlier output: every token whose KV must be computed before a new one can be sampled."""
+        return self.prompt_ids + self.output_ids
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token that a prefill ends with, and whether it already ends the candidate."""
+
+    token_id: int
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,23 @@
+"""The right to pull one computed prompt's blocks; it travels from the prefill worker over the router to decode."""
+
+from dataclasses import dataclass
+
+from paceline.core.block_hash import BlockHash
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.request import BootEpoch, LeaseId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """Names a lease, its owner in one life, and the blocks under it.
+
+    `num_blocks` counts the full blocks, whose hashes are `block_hashes`, and the partial last one if there is one.
+    """
+
+    lease_id: LeaseId
+    owner_id: WorkerId
+    owner_address: str
+    boot_epoch: BootEpoch
+    fingerprint: ModelFingerprint
+    block_hashes: tuple[BlockHash, ...]
+    num_blocks: int
