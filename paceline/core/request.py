@@ -101,3 +101,20 @@ class FirstToken:
 
     token_id: int
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request may ask for; the router adds the model's own lengths to these."""
+
+    max_model_tokens: int
+    max_output_tokens: int
+    max_prompt_bytes: int = 1 << 20
+    max_n: int = 1
+    max_stop_count: int = 16
+    max_stop_chars: int = 256
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A prompt must leave room for one output token."""
+        return self.max_model_tokens - 1

@@ -60,7 +60,9 @@ def config_from_args(cls: type[C], argv: Sequence[str]) -> C:
 
 def _parser(cls: type[Any], prog: str, section: str, about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=about)
-    parser.add_argument("--config", metavar="FILE", help=f"a TOML file; its [{section}] sets what the flags do not")
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"a TOML file; its [{section}] sets what the flags do not"
+    )
     for field in _fields(cls):
         _add_flag(parser, field, _value_type(cls, field.name))
     return parser

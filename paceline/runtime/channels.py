@@ -1,0 +1,38 @@
+"""One gRPC channel for each address, made once and used by every call to it."""
+
+import asyncio
+
+import grpc
+
+# A call may be silent for long (a prefill of thousands of tokens); pings tell a slow peer from a dead one.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+# A worker that comes back is found again within a second.
+_RECONNECT_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+class Channels:
+    """Channels by address (`host:port` or `unix:/path`), closed together."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address`; connecting happens at the first call."""
+        if address not in self._channels:
+            options = (*KEEPALIVE_OPTIONS, *_RECONNECT_OPTIONS)
+            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+        return self._channels[address]
+
+    async def aclose(self) -> None:
+        """Closes every channel; calls under way end as cancelled."""
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))

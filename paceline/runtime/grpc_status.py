@@ -1,0 +1,111 @@
+"""The only table of error <-> gRPC code, and how an error's reason and facts travel: as google.rpc.ErrorInfo."""
+
+import asyncio
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from paceline.core import errors
+
+DOMAIN = "paceline"
+
+# The first class that an error is an instance of decides.
+_CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
+    (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.NotBuiltError, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.UnsupportedModelError, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.CancelledRequestError, grpc.StatusCode.CANCELLED),
+    (errors.FingerprintMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.KvChecksumError, grpc.StatusCode.DATA_LOSS),
+    (errors.KvError, grpc.StatusCode.ABORTED),
+)
+
+# What a worker's failure becomes at the router, by its reason on the wire. Only these cross between our processes.
+_KV_REASONS: dict[str, type[errors.KvError]] = {
+    errors.KvLostError.reason: errors.KvLostError,
+    errors.LeaseExpiredError.reason: errors.LeaseExpiredError,
+}
+
+
+def code_of(error: errors.PacelineError) -> grpc.StatusCode:
+    """The gRPC code of an error; INTERNAL for what has none of its own."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def status_of(error: errors.PacelineError) -> status_pb2.Status:
+    """The error as google.rpc.Status with ErrorInfo, and RetryInfo where a retry helps."""
+    number: int = code_of(error).value[0]
+    return status_pb2.Status(code=number, message=str(error), details=_details(error))
+
+
+async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.PacelineError) -> NoReturn:
+    """Ends the call with the error's status."""
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort_with_status never returns")
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """ErrorInfo.reason of a failed call; "" when the other side gave none."""
+    return _error_info(error).reason
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineError:
+    """A failed call to another of our processes as one of our errors; `peer` names it in the message."""
+    info = _error_info(error)
+    message = error.details() or error.code().name
+    if info.reason == errors.KvChecksumError.reason:
+        return errors.KvChecksumError(int(info.metadata.get("ordinal", "0")))
+    if info.reason in _KV_REASONS:
+        return _KV_REASONS[info.reason](message)
+    if info.reason == errors.FingerprintMismatchError.reason:
+        facts = info.metadata
+        return errors.FingerprintMismatchError(facts["field"], facts["ours"], facts["theirs"])
+    if info.reason == errors.DrainingError.reason:
+        return errors.DrainingError(f"{peer} is draining")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineError(info.metadata.get("phase", "prefill"))
+    if info.reason == errors.InvariantError.reason:
+        return errors.InvariantError(f"{peer}: {message}")
+    return errors.PeerLostError(f"the call to {peer} failed: {message}")
+
+
+def as_paceline_error(error: BaseException) -> errors.PacelineError:
+    """Any exception as one that has a status; what is not ours already is a bug of ours."""
+    if isinstance(error, errors.PacelineError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return errors.CancelledRequestError("the request was cancelled")
+    return errors.InvariantError(f"unexpected {type(error).__name__}; this is a bug, see the server's log")
+
+
+def _details(error: errors.PacelineError) -> list[any_pb2.Any]:
+    details = [
+        _packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.facts()))
+    ]
+    if isinstance(error, errors.OverloadedError):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return details
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
+    info = error_details_pb2.ErrorInfo()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            for detail in status_pb2.Status.FromString(value).details:
+                if detail.Unpack(info):
+                    return info
+    return info
