@@ -1,0 +1,1 @@
+"""The engine: decides what runs (no torch) and runs it (torch)."""

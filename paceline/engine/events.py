@@ -1,0 +1,59 @@
+"""What an engine says about its sequences; plain values, safe to pass between threads."""
+
+from dataclasses import dataclass
+
+from paceline.core.block_hash import BlockHash
+from paceline.core.errors import PacelineError
+from paceline.core.kv_layout import BlockId
+from paceline.core.request import FinishReason, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first chunk is computed; all blocks of the known tokens are held."""
+
+    sequence_id: SequenceId
+    num_cached_tokens: int
+    queued_s: float
+    block_ids: tuple[BlockId, ...]
+    block_hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """More blocks of a PREFILL_ONLY sequence are computed; `checksums` has one entry (XXH3-64) a new block."""
+
+    sequence_id: SequenceId
+    num_computed_tokens: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The blocks of an AWAIT_KV sequence are held; the first `num_held` have their content already."""
+
+    sequence_id: SequenceId
+    block_ids: tuple[BlockId, ...]
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens were sampled; `first_index` counts output tokens over all attempts."""
+
+    sequence_id: SequenceId
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is over without an end of its own; its blocks are free."""
+
+    sequence_id: SequenceId
+    error: PacelineError
+
+
+Event = Started | BlocksReady | Reserved | NewTokens | Failed

@@ -1,0 +1,85 @@
+"""A runner without a model, for tests, the simulator and demos: fast, exact, and honest about its KV.
+
+A token's "KV" is its id and position, in the block where real KV would be. The next token is a digest of what is
+read back from those blocks; so a block that is lost, stale, misplaced or another's changes the tokens.
+"""
+
+import hashlib
+import struct
+import time
+
+import xxhash
+
+from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.core.request import SamplingParams
+from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput, StepOutput
+
+_SLOT = struct.Struct("<II")  # token id, position
+
+
+def fake_layout(block_size: int) -> KVLayout:
+    """A layout whose token takes as many bytes as a fake token's KV."""
+    return KVLayout((LayerKV(num_kv_heads=1, key_dim=1, value_dim=1),), block_size, "float32")
+
+
+class FakeMemory:
+    """Blocks of `block_size` slots of 8 bytes."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.block_bytes = block_size * _SLOT.size
+        self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
+
+    def read(self, block_id: BlockId) -> memoryview:
+        """See BlockMemory.read."""
+        start = block_id * self.block_bytes
+        return self._bytes[start : start + self.block_bytes].toreadonly()
+
+    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+        """See BlockMemory.write."""
+        assert offset + len(data) <= self.block_bytes, "a write must stay inside its block"
+        start = block_id * self.block_bytes + offset
+        self._bytes[start : start + len(data)] = data
+
+    def checksum(self, block_id: BlockId) -> int:
+        """See BlockMemory.checksum."""
+        return xxhash.xxh3_64_intdigest(self.read(block_id))
+
+
+class FakeModelRunner:
+    """Gives the tokens of `fake_next_token`; a step takes `step_s` seconds."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, step_s: float = 0.0) -> None:
+        self.memory = FakeMemory(num_blocks, block_size)
+        self._vocab_size = vocab_size
+        self._step_s = step_s
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """See Runner.execute."""
+        if self._step_s:
+            time.sleep(self._step_s)
+        for item in output.scheduled:
+            self._write(item)
+        sampling = [(item, item.sampling) for item in output.scheduled if item.sampling]
+        return StepOutput(tuple(self._sample(item, params) for item, params in sampling))
+
+    def _write(self, item: ScheduledSequence) -> None:
+        size = self.memory.block_size
+        for position, token_id in enumerate(item.token_ids, item.start):
+            block_id = item.block_table[position // size]
+            self.memory.write(block_id, position % size * _SLOT.size, _SLOT.pack(token_id, position))
+
+    def _sample(self, item: ScheduledSequence, params: SamplingParams) -> int:
+        blocks = b"".join(self.memory.read(block_id) for block_id in item.block_table)
+        return _digest_token(blocks[: item.end * _SLOT.size], params, self._vocab_size)
+
+
+def fake_next_token(token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int) -> int:
+    """The oracle: what the fake model says after `token_ids`."""
+    context = b"".join(_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids))
+    return _digest_token(context, params, vocab_size)
+
+
+def _digest_token(context: bytes, params: SamplingParams, vocab_size: int) -> int:
+    salt = struct.pack("<Q", params.seed) if params.temperature > 0 else b""
+    return int.from_bytes(hashlib.blake2b(context + salt, digest_size=8).digest(), "little") % vocab_size

@@ -1,0 +1,397 @@
+"""Decides who runs in each step: a sequence is scheduled until `num_computed_tokens` reaches `num_tokens`.
+
+Prefill chunks, decode steps, recompute after preemption and cached prefixes are all that one thing. A decode worker is
+only a worker whose sequences arrive with the prompt already computed. No torch here, and no clock but the one given.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+from paceline.core.block_hash import BlockHash, chain_root, hash_block
+from paceline.core.clock import Clock, monotonic
+from paceline.core.errors import DeadlineError
+from paceline.core.kv_layout import BlockId
+from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec
+from paceline.engine.block_pool import BlockPool, CachedBlock
+from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Reserved, Started
+from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
+
+HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The bounds of a step, and what the model says about its tokens."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `token_ids`, which begin at position `start`, into the blocks of `block_table`.
+
+    If `sampling` is set, then sample the token that follows them.
+    """
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[BlockId, ...]
+    sampling: SamplingParams | None
+
+    @property
+    def end(self) -> int:
+        """Tokens in the context once these are computed; also the position of the sampled token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work, and what the decision itself has to say."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the runner gives back: one token for each scheduled sequence with `sampling`, in order."""
+
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A picture of the queues."""
+
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Owns the sequences and, through the pool, their blocks. FCFS; preempts by recompute, the youngest first."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        checksum: Callable[[BlockId], int],
+        *,
+        clock: Clock = monotonic,
+        hash_block: HashBlock = hash_block,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self._checksum = checksum
+        self._clock = clock
+        self._hash_block = hash_block
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._parked: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._num_preemptions = 0
+
+    # -- commands
+
+    def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
+        """Queues a sequence. A second one with the same id is a repeated message and is ignored."""
+        if spec.sequence_id in self._sequences:
+            return
+        root = chain_root(self.config.fingerprint, spec.cache_scope)
+        sequence = Sequence(spec, role, root, arrival_s=self._clock())
+        self._sequences[spec.sequence_id] = sequence
+        self._waiting.append(sequence)
+
+    def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
+        """The KV of an AWAIT_KV sequence is in its blocks: from now on it is a local sequence like any other.
+
+        If the first token already ends it, nothing more is said about it.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
+            return
+        self._parked.remove(sequence)
+        self._running.append(sequence)
+        sequence.role, sequence.status = SequenceRole.GENERATE, SequenceStatus.RUNNING
+        sequence.announced = True
+        sequence.num_computed_tokens = sequence.num_tokens
+        self._seal_full_blocks(sequence)
+        sequence.append(first.token_id, self.config.eos_token_ids)
+        if first.finish_reason is not None:
+            self.release(sequence_id)
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Forgets a sequence, whatever its state, and frees its blocks; unknown ones are ignored.
+
+        Whoever fills the blocks of a WAITING_FOR_KV sequence from outside must have stopped before.
+        """
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        for queue in (self._waiting, self._parked, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self.pool.release(sequence.forget_blocks())
+
+    # -- the step
+
+    def has_work(self) -> bool:
+        """Whether a step could do anything. Sequences that wait for KV from outside do not count."""
+        return bool(self._waiting or self._running)
+
+    def schedule(self) -> SchedulerOutput:
+        """Chooses this step's tokens: decodes, then chunks of running prefills, then whoever waits and fits."""
+        events = self._expire()
+        scheduled: list[ScheduledSequence] = []
+        budget, preempted = self._schedule_running(scheduled)
+        if not preempted:
+            self._admit_waiting(budget, scheduled, events)
+        return SchedulerOutput(tuple(scheduled), tuple(events))
+
+    def update(self, output: SchedulerOutput, step: StepOutput) -> list[Event]:
+        """Takes the step's results into the sequences; a block is published here, once it is computed."""
+        sampled = iter(step.token_ids)
+        events = list(output.events)
+        for item in output.scheduled:
+            sequence = self._sequences[item.sequence_id]
+            sequence.num_computed_tokens = item.end
+            self._seal_full_blocks(sequence)
+            events += self._announce(sequence)
+            if item.sampling is not None:
+                events.append(self._take_token(sequence, next(sampled)))
+        return events
+
+    # -- for the outside
+
+    def stats(self) -> SchedulerStats:
+        """A picture of now."""
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._parked),
+            num_pending_tokens=sum(s.num_uncomputed_tokens for s in (*self._waiting, *self._running)),
+            num_preemptions=self._num_preemptions,
+        )
+
+    def check_invariants(self) -> None:
+        """Blocks are whole, and every sequence is in the one queue that its status says."""
+        self.pool.check_invariants(sequence.block_table for sequence in self._sequences.values())
+        for sequence in self._sequences.values():
+            waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            assert (sequence in self._waiting) == waits
+            assert (sequence in self._parked) == (sequence.status is SequenceStatus.WAITING_FOR_KV)
+            assert (sequence in self._running) == (sequence.status is SequenceStatus.RUNNING)
+            assert not (waits and sequence.block_table), "a waiting sequence holds blocks"
+            held_tokens = len(sequence.block_table) * self.pool.block_size
+            assert sequence.num_computed_tokens <= held_tokens, "computed tokens without a block"
+        queued = len(self._waiting) + len(self._parked) + len(self._running)
+        assert queued <= len(self._sequences), "a forgotten sequence is still queued"
+
+    # -- deciding
+
+    def _schedule_running(self, scheduled: list[ScheduledSequence]) -> tuple[int, bool]:
+        """Returns the budget that is left, and whether anyone was preempted."""
+        budget, preempted = self.config.max_num_batched_tokens, False
+        order = sorted(self._running, key=lambda s: (not s.is_decoding, s.arrival_s))
+        for index, sequence in enumerate(order):
+            if budget == 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            # Whoever comes earlier in the order is scheduled already, and so is no victim.
+            if self._needs_block(sequence) and not self._grow(sequence, order[index + 1 :]):
+                preempted = True
+                continue
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            scheduled.append(_scheduled(sequence, num_tokens))
+            budget -= num_tokens
+        preempted |= any(s.status is SequenceStatus.PREEMPTED for s in order)
+        return budget, preempted
+
+    def _admit_waiting(self, budget: int, scheduled: list[ScheduledSequence], events: list[Event]) -> None:
+        while budget and self._waiting and len(self._running) + len(self._parked) < self.config.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._reserve(sequence):
+                return
+            self._waiting.popleft()
+            if sequence.started_s is None:
+                sequence.started_s = self._clock()
+            if sequence.role is SequenceRole.AWAIT_KV:
+                events.append(self._park(sequence))
+                continue
+            sequence.status = SequenceStatus.RUNNING
+            self._running.append(sequence)
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            scheduled.append(_scheduled(sequence, num_tokens))
+            budget -= num_tokens
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Takes blocks for every known token, cached ones where there are some; all or nothing.
+
+        One free block is left for the growth of each running sequence: without it somebody is preempted at once.
+        """
+        hits = self._cached_prefix(sequence)
+        num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
+        if self.pool.num_free_after(hits) < num_new + len(self._running):
+            return False
+        sequence.block_table = self.pool.acquire(hits) + self.pool.allocate(num_new)
+        sequence.published = list(hits)
+        sequence.checksums = [block.checksum for block in hits]
+        sequence.num_computed_tokens = len(hits) * self.pool.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _cached_prefix(self, sequence: Sequence) -> list[CachedBlock]:
+        if sequence.spec.bypass_cache:
+            return []
+        self._extend_hashes(sequence)
+        # A token is sampled from its predecessor's output, so that one is computed even if it is cached;
+        # unless the sampling has happened elsewhere.
+        last_needed = 0 if sequence.role is SequenceRole.AWAIT_KV else 1
+        num_usable = (sequence.num_tokens - last_needed) // self.pool.block_size
+        return self.pool.lookup(sequence.root, sequence.block_hashes[:num_usable], sequence.token_ids)
+
+    def _park(self, sequence: Sequence) -> Event:
+        sequence.status = SequenceStatus.WAITING_FOR_KV
+        self._parked.append(sequence)
+        return Reserved(sequence.sequence_id, tuple(sequence.block_table), num_held=len(sequence.published))
+
+    def _expire(self) -> list[Event]:
+        now_s = self._clock()
+        late = [s for s in (*self._waiting, *self._running) if s.deadline_s <= now_s]
+        events: list[Event] = [Failed(s.sequence_id, DeadlineError(s.phase)) for s in late]
+        for sequence in late:
+            self.release(sequence.sequence_id)
+        return events
+
+    # -- growing and preempting
+
+    def _needs_block(self, sequence: Sequence) -> bool:
+        # All known tokens got their blocks at admission, so only a decode step can outgrow the table, by one.
+        return self._num_blocks_for(sequence.num_tokens) > len(sequence.block_table)
+
+    def _grow(self, sequence: Sequence, candidates: list[Sequence]) -> bool:
+        """Adds a block, preempting the youngest candidates for it, at last `sequence` itself; False in that case."""
+        victims = [s for s in candidates if _may_preempt(s)]
+        while self.pool.num_free == 0:
+            victim = max(victims, key=lambda s: s.arrival_s) if victims else sequence
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+            victims.remove(victim)
+        sequence.block_table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self.pool.release(sequence.forget_blocks())
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_preemptions += 1
+        self._num_preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    # -- taking results
+
+    def _seal_full_blocks(self, sequence: Sequence) -> None:
+        """Checksums the blocks that have just become full, and publishes them."""
+        num_full = sequence.num_computed_tokens // self.pool.block_size
+        if not sequence.spec.bypass_cache:
+            self._extend_hashes(sequence)
+        for ordinal in range(len(sequence.checksums), num_full):
+            sequence.checksums.append(self._checksum(sequence.block_table[ordinal]))
+            # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
+            if not sequence.spec.bypass_cache and len(sequence.published) == ordinal:
+                self._publish(sequence, ordinal)
+
+    def _publish(self, sequence: Sequence, ordinal: int) -> None:
+        start = ordinal * self.pool.block_size
+        cached = self.pool.publish(
+            block_id=sequence.block_table[ordinal],
+            block_hash=sequence.block_hashes[ordinal],
+            root=sequence.root,
+            parent=sequence.published[-1] if sequence.published else None,
+            token_ids=sequence.token_ids[start : start + self.pool.block_size],
+            checksum=sequence.checksums[ordinal],
+        )
+        if cached is not None:
+            sequence.published.append(cached)
+
+    def _announce(self, sequence: Sequence) -> list[Event]:
+        """Says that a sequence has started, and which blocks of a PREFILL_ONLY one have become ready."""
+        events: list[Event] = []
+        if not sequence.announced:
+            sequence.announced = True
+            events.append(_started(sequence))
+        if sequence.role is SequenceRole.PREFILL_ONLY:
+            events.append(self._ready_blocks(sequence))
+        return events
+
+    def _ready_blocks(self, sequence: Sequence) -> Event:
+        if sequence.num_uncomputed_tokens == 0 and len(sequence.checksums) < len(sequence.block_table):
+            sequence.checksums.append(self._checksum(sequence.block_table[-1]))
+        checksums = tuple(sequence.checksums[sequence.num_announced_blocks :])
+        sequence.num_announced_blocks = len(sequence.checksums)
+        return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, checksums)
+
+    def _take_token(self, sequence: Sequence, token_id: int) -> Event:
+        finish_reason = sequence.append(token_id, self.config.eos_token_ids)
+        if sequence.role is SequenceRole.PREFILL_ONLY:
+            # Done, but its blocks are held until they are released.
+            self._running.remove(sequence)
+            sequence.status = SequenceStatus.FINISHED
+        elif finish_reason is not None:
+            self.release(sequence.sequence_id)
+        return NewTokens(
+            sequence_id=sequence.sequence_id,
+            first_index=sequence.num_output_tokens - 1,
+            token_ids=(token_id,),
+            finish_reason=finish_reason,
+            num_preemptions=sequence.num_preemptions,
+        )
+
+    # -- small things
+
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        size, hashes = self.pool.block_size, sequence.block_hashes
+        for start in range(len(hashes) * size, sequence.num_tokens - size + 1, size):
+            parent = hashes[-1] if hashes else sequence.root
+            hashes.append(self._hash_block(parent, sequence.token_ids[start : start + size]))
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+
+def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    start = sequence.num_computed_tokens
+    completes = num_tokens == sequence.num_uncomputed_tokens
+    return ScheduledSequence(
+        sequence_id=sequence.sequence_id,
+        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+        start=start,
+        block_table=tuple(sequence.block_table),
+        sampling=sequence.spec.sampling if completes else None,
+    )
+
+
+def _may_preempt(sequence: Sequence) -> bool:
+    # The blocks of a PREFILL_ONLY sequence are promised to a receiver.
+    return sequence.status is SequenceStatus.RUNNING and sequence.role is not SequenceRole.PREFILL_ONLY
+
+
+def _started(sequence: Sequence) -> Started:
+    assert sequence.started_s is not None, "a sequence starts when it is admitted"
+    return Started(
+        sequence_id=sequence.sequence_id,
+        num_cached_tokens=sequence.num_cached_tokens,
+        queued_s=sequence.started_s - sequence.arrival_s,
+        block_ids=tuple(sequence.block_table),
+        block_hashes=tuple(sequence.block_hashes),
+    )

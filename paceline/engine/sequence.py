@@ -1,0 +1,124 @@
+"""A request's state inside an engine. Only the engine thread touches it."""
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from paceline.core.block_hash import BlockHash
+from paceline.core.kv_layout import BlockId
+from paceline.core.request import FinishReason, SequenceId, SequenceSpec
+from paceline.engine.block_pool import CachedBlock
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"  # holds no block
+    WAITING_FOR_KV = "waiting_for_kv"  # its blocks are reserved and are being filled from outside
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks; waits to be computed again
+    FINISHED = "finished"
+
+
+class SequenceRole(enum.Enum):
+    """What a sequence is here for."""
+
+    GENERATE = "generate"  # compute the prompt and generate
+    PREFILL_ONLY = "prefill_only"  # compute the prompt, give one token, hold the blocks until released
+    AWAIT_KV = "await_kv"  # the prompt's KV comes from outside; becomes GENERATE when it is there
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens so far, how many of them have KV, and the blocks that hold it.
+
+        token_ids      [ prompt ............ | output (earlier attempts, then ours) ]
+                       [ computed ...... | to compute .... ]
+                         num_computed_tokens              num_tokens
+
+    A sequence is scheduled until `num_computed_tokens` reaches `num_tokens`; then a token is sampled, which makes
+    `num_tokens` one larger.
+    """
+
+    spec: SequenceSpec
+    role: SequenceRole
+    # What the chain of its block hashes starts from.
+    root: BlockHash
+    arrival_s: float
+    token_ids: list[int] = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    block_table: list[BlockId] = field(default_factory=list)
+    # Hashes of the full blocks of token_ids; grows as blocks fill up. Empty when the cache is bypassed.
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    # Checksums (XXH3-64) of the blocks whose content is complete, from the first on.
+    checksums: list[int] = field(default_factory=list)
+    # The cached blocks that carry this sequence's prefix; shorter than checksums after a hash collision.
+    published: list[CachedBlock] = field(default_factory=list)
+    started_s: float | None = None
+    announced: bool = False
+    num_announced_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.known_ids)
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        """Request and attempt."""
+        return self.spec.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is missing; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output so far, of earlier attempts too."""
+        return len(self.token_ids) - len(self.spec.prompt_ids)
+
+    @property
+    def deadline_s(self) -> float:
+        """When the caller stops waiting, on the scheduler's clock."""
+        budget = self.spec.time_budget_s
+        return math.inf if budget is None else self.arrival_s + budget
+
+    @property
+    def phase(self) -> str:
+        """What a deadline that passes now has interrupted."""
+        if self.role is SequenceRole.AWAIT_KV:
+            return "transfer"
+        if self.status is SequenceStatus.WAITING:
+            return "queued"
+        return "decode" if self.num_output_tokens > len(self.spec.output_ids) else "prefill"
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one step gives a token."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Takes a sampled token; says whether it ends the sequence."""
+        self.token_ids.append(token_id)
+        if token_id in self.spec.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in eos_token_ids and not self.spec.ignore_eos:
+            return FinishReason.EOS
+        if self.num_output_tokens >= self.spec.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def forget_blocks(self) -> list[BlockId]:
+        """Gives up the blocks, and with them everything computed; returns them for release."""
+        block_ids, self.block_table = self.block_table, []
+        self.num_computed_tokens = 0
+        self.checksums.clear()
+        self.published.clear()
+        return block_ids
