@@ -1,0 +1,168 @@
+"""Runs an engine on its own thread and brings what it says to asyncio.
+
+The thread owns the engine. The event loop owns the sinks. Commands go one way, through a queue; the results of a step
+come the other way, all at once.
+"""
+
+import asyncio
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from paceline.core.errors import InvariantError
+from paceline.core.prefix import PrefixChanges
+from paceline.core.request import FirstToken, SequenceId, SequenceSpec
+from paceline.engine.engine import Engine, EngineStats, StepResult
+from paceline.engine.events import Event, Failed, NewTokens
+from paceline.engine.sequence import SequenceRole
+from paceline.runtime.log import get_logger
+
+# Called on the event loop with what one step said about the sequences of one sink, in order.
+Sink = Callable[[Sequence[Event]], None]
+_Command = Callable[[Engine], None]
+
+# While sequences wait that cannot run, deadlines still pass: look at least so often.
+_IDLE_TICK_S = 0.1
+
+log = get_logger()
+
+
+class AsyncEngine:
+    """An engine's commands for asyncio code. Every method is called on the event loop that made it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_changes: Callable[[PrefixChanges], None] = lambda _: None,
+        on_failure: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._sinks: dict[SequenceId, Sink] = {}
+        self._on_changes = on_changes
+        self._on_failure = on_failure
+        self._failed = False
+        self._changed = asyncio.Event()
+        self.stats: EngineStats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step under way; sequences that are left get no further event."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink) -> None:
+        """Queues a sequence; `sink` gets its events until it ends or is released.
+
+        An id that is in use already is a repeated message: it is ignored, and its first sink stays.
+        """
+        if self._failed:
+            sink([Failed(spec.sequence_id, _dead())])
+            return
+        if spec.sequence_id in self._sinks:
+            return
+        self._sinks[spec.sequence_id] = sink
+        self._commands.put(lambda engine: engine.add(spec, role))
+
+    def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
+        """The sequence's KV has arrived in its reserved blocks."""
+        if first.finish_reason is not None:
+            self._sinks.pop(sequence_id, None)
+        self._commands.put(lambda engine: engine.commit(sequence_id, first))
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Forgets a sequence, whatever its state, and frees its blocks. Its sink hears nothing more.
+
+        Whoever fills its blocks from outside must have stopped before.
+        """
+        self._sinks.pop(sequence_id, None)
+        self._commands.put(lambda engine: engine.release(sequence_id))
+
+    async def wait_for_change(self) -> None:
+        """Returns after the next change of `stats`."""
+        await self._changed.wait()
+
+    # -- the engine thread
+
+    def _run(self) -> None:
+        try:
+            self._loop_until_stopped()
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the sequences must hear of it
+            log.exception("engine_died", error=type(error).__name__)
+            self._call_loop(self._fail, error)
+
+    def _loop_until_stopped(self) -> None:
+        idle = True
+        while self._apply_commands(wait=idle):
+            if not self._engine.has_work():
+                self._call_loop(self._deliver, None, self._engine.stats())
+                idle = True
+                continue
+            result = self._engine.step()
+            idle = result.idle
+            self._call_loop(self._deliver, result, self._engine.stats())
+
+    def _apply_commands(self, *, wait: bool) -> bool:
+        """Applies all queued commands, waiting for a first one if there is nothing else to do; False to stop."""
+        try:
+            command = self._commands.get(block=wait, timeout=self._idle_timeout_s() if wait else None)
+            while command is not None:
+                command(self._engine)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _idle_timeout_s(self) -> float | None:
+        return _IDLE_TICK_S if self._engine.has_work() else None
+
+    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            log.warning("engine_event_without_loop")
+
+    # -- the event loop
+
+    def _deliver(self, result: StepResult | None, stats: EngineStats) -> None:
+        if result is not None:
+            self._on_changes(result.changes)
+            for sink, events in self._by_sink(result.events).items():
+                sink(events)
+        if stats != self.stats:
+            self.stats = stats
+            self._notify()
+
+    def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
+        grouped: defaultdict[Sink, list[Event]] = defaultdict(list)
+        for event in events:
+            sink = self._sinks.get(event.sequence_id)
+            if sink is None:  # released since
+                continue
+            grouped[sink].append(event)
+            if isinstance(event, Failed) or (isinstance(event, NewTokens) and event.finish_reason is not None):
+                del self._sinks[event.sequence_id]
+        return grouped
+
+    def _notify(self) -> None:
+        # Wakes whoever waits now; whoever comes later waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = True
+        sinks, self._sinks = self._sinks, {}
+        for sequence_id, sink in sinks.items():
+            sink([Failed(sequence_id, _dead())])
+        self._on_failure(error)
+
+
+def _dead() -> InvariantError:
+    return InvariantError("the worker's engine has failed; this is a bug, see the worker's log")

@@ -1,0 +1,139 @@
+"""Paged attention as a function that transformers calls in place of its own, through its AttentionInterface.
+
+It stores the new keys and values in the KV cache and attends to each sequence's whole context there. The plain torch
+form here is the reference; faster kernels must equal it.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from paceline.core.errors import UnsupportedModelError
+from paceline.engine.forward_batch import ForwardBatch, QueryRange
+from paceline.engine.kv_cache import KVCache
+
+ATTENTION_NAME = "paceline_paged"
+
+# Arguments of the attention call that change nothing for us. Anything else that is set is refused, never ignored.
+_HARMLESS = frozenset({"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """What a layer asks for beside plain causal attention."""
+
+    scaling: float
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [num_heads], logits that take part in the softmax and carry no value
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """What a forward pass is about; set around it by the model runner."""
+
+    cache: KVCache
+    batch: ForwardBatch
+
+
+current_attention: ContextVar[AttentionContext] = ContextVar("current_attention")
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_tokens, key_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer over the whole ragged batch; [1, num_tokens, num_heads, value_dim]."""
+    context = current_attention.get()
+    assert attention_mask is None, "no mask function is registered, so none is built"
+    rules = read_rules(query.shape[-1], kwargs)
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    context.cache.write_tokens(layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    parts = [_attend_sequence(context.cache, layer, query[0], part, rules) for part in context.batch.queries]
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
+    """What the call's keyword arguments ask for; raises UnsupportedModelError for what is not honoured."""
+    rest = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
+    scaling = rest.pop("scaling", key_dim**-0.5)
+    window = rest.pop("sliding_window", None)
+    softcap = rest.pop("softcap", None)
+    sinks = rest.pop("s_aux", rest.pop("sinks", None))
+    if rest.pop("dropout", 0.0) != 0.0:
+        raise UnsupportedModelError("the model asks for dropout in its attention; it is not in evaluation mode")
+    unknown = [name for name in ("position_bias",) if name in rest]
+    if unknown:
+        raise UnsupportedModelError(f"the model's attention needs {', '.join(unknown)}, which is not supported")
+    return AttentionRules(scaling, window, softcap, sinks)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -> Tensor:
+    """The last `num_queries` tokens of a context attend to it, causally.
+
+    query [num_heads, num_queries, key_dim], keys [num_kv_heads, context, key_dim], values [num_kv_heads, context,
+    value_dim]; gives [num_heads, num_queries, value_dim].
+    """
+    num_queries, context = query.shape[1], keys.shape[1]
+    visible = _visible(num_queries, context, rules.window)
+    if rules.softcap is None and rules.sinks is None:
+        is_whole = visible is not None and rules.window is None and num_queries == context
+        out = F.scaled_dot_product_attention(
+            query.unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=None if is_whole else visible,
+            is_causal=is_whole,
+            scale=rules.scaling,
+            enable_gqa=query.shape[0] != keys.shape[0],
+        )
+        return out[0]
+    return _attend_by_definition(query, keys, values, visible, rules)
+
+
+def _attend_sequence(cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules) -> Tensor:
+    keys, values = cache.gather(layer, part.block_table, part.context)
+    mine = query[:, part.first : part.last]
+    out = attend(mine, keys.transpose(0, 1), values.transpose(0, 1), rules)
+    return out.transpose(0, 1)
+
+
+def _visible(num_queries: int, context: int, window: int | None) -> Tensor | None:
+    """[num_queries, context], True where a query may look; None where it may look everywhere."""
+    if num_queries == 1 and (window is None or window >= context):
+        return None
+    query_positions = torch.arange(context - num_queries, context).unsqueeze(1)
+    distance = query_positions - torch.arange(context)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _attend_by_definition(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, rules: AttentionRules
+) -> Tensor:
+    """Softmax attention written out, for what the library's kernel does not know."""
+    group = query.shape[0] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    logits = (query @ keys.transpose(1, 2)).float() * rules.scaling
+    if rules.softcap is not None:
+        logits = torch.tanh(logits / rules.softcap) * rules.softcap
+    if visible is not None:
+        logits = logits.masked_fill(~visible, float("-inf"))
+    if rules.sinks is None:
+        return logits.softmax(-1).to(values.dtype) @ values
+    sinks = rules.sinks.float().view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+    return weights.to(values.dtype) @ values
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,64 @@
+"""The memory of the KV blocks: one tensor, block after block, and each layer's view into it."""
+
+import torch
+import xxhash
+from torch import Tensor
+
+from paceline.core.kv_layout import BlockId, KVLayout
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KVCache:
+    """`num_blocks` blocks of `layout`. Block-major, so that a block is one run of bytes over all layers.
+
+        block 0: | layer 0 keys | layer 0 values | layer 1 keys | ... |   block 1: | layer 0 keys | ...
+
+    `keys[layer]` is a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.block_bytes = layout.block_bytes
+        # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
+        pool = torch.empty(num_blocks, layout.block_items, dtype=TORCH_DTYPES[layout.dtype])
+        self._bytes = memoryview(pool.view(torch.uint8).view(-1).numpy())
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._make_views(pool)
+
+    def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim]."""
+        blocks, offsets = slots // self.layout.block_size, slots % self.layout.block_size
+        self.keys[layer][blocks, offsets] = keys
+        self.values[layer][blocks, offsets] = values
+
+    def gather(self, layer: int, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The first `num_tokens` keys and values of a sequence, each [num_tokens, num_kv_heads, dim]."""
+        keys = self.keys[layer][block_table].flatten(0, 1)
+        values = self.values[layer][block_table].flatten(0, 1)
+        return keys[:num_tokens], values[:num_tokens]
+
+    def read(self, block_id: BlockId) -> memoryview:
+        """The block's bytes, valid while the block is held."""
+        start = block_id * self.block_bytes
+        return self._bytes[start : start + self.block_bytes].toreadonly()
+
+    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+        """Overwrites part of a block."""
+        assert offset + len(data) <= self.block_bytes, "a write must stay inside its block"
+        start = block_id * self.block_bytes + offset
+        self._bytes[start : start + len(data)] = data
+
+    def checksum(self, block_id: BlockId) -> int:
+        """XXH3-64 of the block's bytes."""
+        return xxhash.xxh3_64_intdigest(self.read(block_id))
+
+    def _make_views(self, pool: Tensor) -> None:
+        start = 0
+        for layer in self.layout.layers:
+            for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
+                num_items = self.layout.block_size * layer.num_kv_heads * dim
+                run = pool[:, start : start + num_items]
+                views.append(run.unflatten(1, (self.layout.block_size, layer.num_kv_heads, dim)))
+                start += num_items
