@@ -1,0 +1,72 @@
+"""The owner's side of a hand-over: turns a lease into messages, for whichever transport carries them."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+from kvtransfer.block_store import BlockStore
+from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage, LeaseState, PullEnd
+from kvtransfer.leases import Lease, LeaseTable
+from paceline.core.block_hash import BlockHash
+from paceline.core.errors import KvLostError
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.request import BootEpoch, LeaseId
+
+
+class KVSender:
+    """Serves the leases of one worker in one of its lives; whoever names another life gets nothing."""
+
+    def __init__(
+        self, leases: LeaseTable, store: BlockStore, fingerprint: ModelFingerprint, boot_epoch: BootEpoch
+    ) -> None:
+        self._leases = leases
+        self._store = store
+        self._fingerprint = fingerprint
+        self._boot_epoch = boot_epoch
+
+    async def pull(
+        self,
+        lease_id: LeaseId,
+        boot_epoch: BootEpoch,
+        fingerprint: ModelFingerprint,
+        held_hashes: Sequence[BlockHash],
+    ) -> AsyncGenerator[KvMessage, None]:
+        """The blocks after the held ones, in order, each as soon as it is computed; then the end.
+
+        May be asked again for the same lease. Raises KvError or FingerprintMismatchError.
+        """
+        self._require_epoch(boot_epoch)
+        self._fingerprint.require_same(fingerprint)
+        lease = self._leases.get(lease_id)
+        _require_prefix(lease, held_hashes)
+        for ordinal in range(len(held_hashes), lease.num_blocks):
+            checksum = await self._leases.wait_ready(lease, ordinal)
+            for offset in range(0, self._store.block_bytes, MAX_CHUNK_BYTES):
+                yield self._chunk(lease, ordinal, offset, checksum)
+        yield PullEnd(await self._leases.wait_complete(lease))
+
+    def renew(self, lease_ids: Sequence[LeaseId], boot_epoch: BootEpoch) -> list[LeaseState]:
+        """Keeps leases alive."""
+        if boot_epoch != self._boot_epoch:
+            return [LeaseState.EXPIRED] * len(lease_ids)
+        return self._leases.renew(lease_ids)
+
+    def release(self, lease_ids: Sequence[LeaseId], boot_epoch: BootEpoch) -> list[LeaseState]:
+        """Ends leases."""
+        if boot_epoch != self._boot_epoch:
+            return [LeaseState.EXPIRED] * len(lease_ids)
+        return self._leases.release(lease_ids)
+
+    def _require_epoch(self, boot_epoch: BootEpoch) -> None:
+        if boot_epoch != self._boot_epoch:
+            raise KvLostError("the worker that granted this lease has restarted since; prefill again")
+
+    def _chunk(self, lease: Lease, ordinal: int, offset: int, checksum: int) -> KvChunk:
+        # Asked and copied in one step: the reader may have kept us waiting since the last chunk, and a block that is
+        # not held any more may already be another request's.
+        self._leases.require_held(lease)
+        block = self._store.read(lease.block_ids[ordinal])
+        return KvChunk(ordinal, offset, bytes(block[offset : offset + MAX_CHUNK_BYTES]), checksum)
+
+
+def _require_prefix(lease: Lease, held_hashes: Sequence[BlockHash]) -> None:
+    if lease.block_hashes[: len(held_hashes)] != tuple(held_hashes):
+        raise KvLostError("the held blocks are not the first blocks of this lease")

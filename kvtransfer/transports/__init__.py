@@ -1,0 +1,1 @@
+"""Ways for blocks to travel, all behind `base.KVTransport`."""

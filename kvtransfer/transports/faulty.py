@@ -1,0 +1,161 @@
+"""A transport that does to messages what bad days do, to plan; for tests, demos and game days."""
+
+import asyncio
+import enum
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
+from kvtransfer.transports.base import KVTransport
+from paceline.core.block_hash import BlockHash
+from paceline.core.errors import KvLostError
+from paceline.core.ticket import KvTicket
+
+
+class FaultKind(enum.Enum):
+    """What happens to a message of a pull, or to the calls beside it."""
+
+    DELAY = "it comes `delay_s` late"
+    STALL = "it and all after it never come"
+    CUT = "the stream ends before it"
+    BREAK = "the stream fails before it"
+    DROP = "it is left out"
+    DUPLICATE = "it comes twice"
+    REORDER = "it comes after the next one"
+    TRUNCATE = "its last byte is missing"
+    CORRUPT = "one of its bits is flipped"
+    MISPLACE = "it names the block after its own"
+    LOSE_RENEWALS = "no renewal arrives"
+    LOSE_RELEASE = "no release arrives"
+    LOSE_RELEASE_ANSWER = "releases arrive, their answers do not"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `at` counts the messages of a pull from 0; the kinds that begin with LOSE ignore it."""
+
+    kind: FaultKind
+    at: int = 0
+    delay_s: float = 0.0
+
+
+def random_faults(seed: int, num_messages: int, *, max_faults: int = 3) -> tuple[Fault, ...]:
+    """Up to `max_faults` faults within a pull of `num_messages`; the same seed gives the same ones."""
+    rng = random.Random(seed)  # noqa: S311 (chance for tests, not secrets)
+    kinds = list(FaultKind)
+    return tuple(
+        Fault(rng.choice(kinds), rng.randrange(num_messages), rng.uniform(0.0, 25.0))
+        for _ in range(rng.randint(0, max_faults))
+    )
+
+
+class FaultyTransport:
+    """Passes everything on to the next transport, apart from its faults; every pull meets them anew."""
+
+    def __init__(
+        self,
+        next_transport: KVTransport,
+        faults: Sequence[Fault],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._next = next_transport
+        self._faults = tuple(faults)
+        self._kinds = frozenset(fault.kind for fault in faults)
+        self._sleep = sleep
+
+    async def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+    ) -> AsyncGenerator[KvMessage, None]:
+        """The next transport's messages, damaged."""
+        index = 0
+        late: list[KvMessage] = []
+        async with aclosing(self._next.pull(ticket, held_hashes)) as messages:
+            async for message in messages:
+                faults = [fault for fault in self._faults if fault.at == index]
+                index += 1
+                if any(fault.kind is FaultKind.CUT for fault in faults):
+                    return
+                await self._hold_up(faults)
+                sent = _damaged(message, faults)
+                if any(fault.kind is FaultKind.REORDER for fault in faults):
+                    late += sent
+                    continue
+                for damaged in (*sent, *late):
+                    yield damaged
+                late.clear()
+        for damaged in late:
+            yield damaged
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        """The next transport's answer, unless it is lost."""
+        if FaultKind.LOSE_RENEWALS in self._kinds:
+            raise KvLostError("the renewal was lost, to plan")
+        return await self._next.renew(ticket)
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """The next transport's answer, unless it or the question is lost."""
+        if FaultKind.LOSE_RELEASE in self._kinds:
+            raise KvLostError("the release was lost, to plan")
+        state = await self._next.release(ticket)
+        if FaultKind.LOSE_RELEASE_ANSWER in self._kinds:
+            raise KvLostError("the answer to the release was lost, to plan")
+        return state
+
+    async def _hold_up(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            if fault.kind is FaultKind.DELAY:
+                await self._sleep(fault.delay_s)
+            elif fault.kind is FaultKind.STALL:
+                await asyncio.Event().wait()
+            elif fault.kind is FaultKind.BREAK:
+                raise KvLostError("the stream broke, to plan")
+
+
+def _damaged(message: KvMessage, faults: Sequence[Fault]) -> list[KvMessage]:
+    sent = [message]
+    for fault in faults:
+        damage = _DAMAGE.get(fault.kind, _unharmed)
+        sent = [damaged for before in sent for damaged in damage(before)]
+    return sent
+
+
+def _unharmed(message: KvMessage) -> list[KvMessage]:
+    return [message]
+
+
+def _dropped(_message: KvMessage) -> list[KvMessage]:
+    return []
+
+
+def _duplicated(message: KvMessage) -> list[KvMessage]:
+    return [message, message]
+
+
+def _truncated(message: KvMessage) -> list[KvMessage]:
+    if not isinstance(message, KvChunk):
+        return []
+    return [replace(message, data=message.data[:-1])]
+
+
+def _corrupted(message: KvMessage) -> list[KvMessage]:
+    if not isinstance(message, KvChunk) or not message.data:
+        return [message]
+    return [replace(message, data=bytes([message.data[0] ^ 1]) + message.data[1:])]
+
+
+def _misplaced(message: KvMessage) -> list[KvMessage]:
+    if not isinstance(message, KvChunk):
+        return [message]
+    return [replace(message, ordinal=message.ordinal + 1)]
+
+
+_DAMAGE: dict[FaultKind, Callable[[KvMessage], list[KvMessage]]] = {
+    FaultKind.DROP: _dropped,
+    FaultKind.DUPLICATE: _duplicated,
+    FaultKind.TRUNCATE: _truncated,
+    FaultKind.CORRUPT: _corrupted,
+    FaultKind.MISPLACE: _misplaced,
+}

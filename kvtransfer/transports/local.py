@@ -1,0 +1,29 @@
+"""A hand-over inside one process; for tests, and for a worker that is both tiers."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+from kvtransfer.chunks import KvMessage, LeaseState
+from kvtransfer.sender import KVSender
+from paceline.core.block_hash import BlockHash
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.ticket import KvTicket
+
+
+class LocalTransport:
+    """Asks one sender, whatever address the ticket names."""
+
+    def __init__(self, sender: KVSender, fingerprint: ModelFingerprint) -> None:
+        self._sender = sender
+        self._fingerprint = fingerprint
+
+    def pull(self, ticket: KvTicket, held_hashes: Sequence[BlockHash]) -> AsyncGenerator[KvMessage, None]:
+        """The blocks after the held ones, then the end."""
+        return self._sender.pull(ticket.lease_id, ticket.boot_epoch, self._fingerprint, held_hashes)
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        """Keeps the lease alive."""
+        return self._sender.renew([ticket.lease_id], ticket.boot_epoch)[0]
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """Ends the lease."""
+        return self._sender.release([ticket.lease_id], ticket.boot_epoch)[0]
