@@ -1,0 +1,1 @@
+"""The hand-over of KV blocks between workers."""
