@@ -31,7 +31,7 @@ def _load(gguf: Path) -> PreTrainedModel:
 
 def _plain_copy(source: PreTrainedModel) -> PreTrainedModel:
     """The same weights in a model that never was a GGUF: one loaded from a GGUF refuses to be saved."""
-    copy = type(source)(source.config).to(torch.bfloat16)
+    copy = type(source)(source.config).bfloat16()
     copy.load_state_dict(source.state_dict())
     copy.tie_weights()
     copy.generation_config = source.generation_config
