@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.launcher.tether import tethered
 
 Progress = Callable[[str], None]
 
@@ -185,7 +187,12 @@ def _run(command: Sequence[str], what: str, env: Mapping[str, str], progress: Pr
     started = time.monotonic()
     with (
         tempfile.TemporaryFile() as output,
-        subprocess.Popen(command, env={**os.environ, **env}, stdout=output, stderr=output) as process,
+        subprocess.Popen(
+            tethered(command, signal=signal.SIGKILL),
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=output,
+        ) as process,
     ):
         try:
             while not _ended(process):
