@@ -23,7 +23,8 @@
     │   └── KvChecksumError            KV_CHECKSUM
     ├── UnsupportedModelError      ARCHITECTURE_UNSUPPORTED: refused at start
     ├── InvariantError             INVARIANT: our own bug
-    └── ConfigError                a setting that cannot work; ends the process at start
+    ├── ConfigError                a setting that cannot work; ends the process at start
+    └── ProcessLostError           START: a process of a local cluster does not come up, or not back
 
 Only `paceline/runtime/grpc_status.py` knows which gRPC code each one becomes.
 """
@@ -217,3 +218,16 @@ class ConfigError(PacelineError):
     """A setting cannot work; the message says which and why."""
 
     reason = "CONFIG"
+
+
+class ProcessLostError(PacelineError):
+    """A process of a local cluster does not come up, or not back; `process` is its name."""
+
+    reason = "START"
+
+    def __init__(self, process: str, problem: str) -> None:
+        super().__init__(f"{process} {problem}")
+        self.process = process
+
+    def facts(self) -> dict[str, str]:
+        return {"process": self.process}

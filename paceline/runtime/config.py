@@ -1,7 +1,8 @@
 """Settings: one frozen dataclass a service, filled from a TOML file's section and then from flags.
 
 A field is made with `option(default, help)`; its name is the flag (`max_num_seqs` -> `--max-num-seqs`) and the
-key in the file. This module knows no service and no setting.
+key in the file. A class that wants to know which file it was filled from has a field `config`. This module knows
+no service and no setting.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from paceline.core.errors import ConfigError
 
@@ -31,12 +32,14 @@ def load_config(cls: type[C], argv: Sequence[str], *, prog: str, section: str, a
     """
     parser = _parser(cls, prog, section, about)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    config_file = given.pop("config", None)
+    config_file = given.get("config")
+    if not _wants_its_file(cls):
+        given.pop("config", None)
     try:
         from_file = read_section(cls, Path(config_file), section) if config_file else {}
         return cls(**{**from_file, **given})
     except ConfigError as error:
-        parser.exit(2, f"{prog}: error: {error}\n")
+        parser.error(str(error))
 
 
 def read_section(cls: type[Any], path: Path, section: str) -> dict[str, Any]:
@@ -49,8 +52,14 @@ def read_section(cls: type[Any], path: Path, section: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {section!r} must be a table, [{section}]")
-    fields = {field.name: field for field in _fields(cls)}
-    return {key: _checked(fields, path, section, key, value) for key, value in table.items()}
+    known = {field.name: field for field in _fields(cls)}
+    where = f"{path}: [{section}]"
+    for key in table.keys() - known.keys():
+        raise ConfigError(f"{where} has no setting {key!r}; known: {', '.join(sorted(known))}")
+    return {
+        key: _checked(known[key], _value_type(cls, key), value, f"{where} {key}")
+        for key, value in table.items()
+    }
 
 
 def config_from_args(cls: type[C], argv: Sequence[str]) -> C:
@@ -58,8 +67,16 @@ def config_from_args(cls: type[C], argv: Sequence[str]) -> C:
     return load_config(cls, argv, prog="paceline", section="", about="")
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """A wrong flag is answered with one line; the usage is what --help shows."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help explains the flags)\n")
+
+
 def _parser(cls: type[Any], prog: str, section: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=about)
+    # No abbreviations: a flag that is added later must not change what an old command line means.
+    parser = _OneLineParser(prog=prog, description=about, allow_abbrev=False)
     parser.add_argument(
         "--config", metavar="FILE", help=f"a TOML file; its [{section}] sets what the flags do not"
     )
@@ -81,26 +98,25 @@ def _add_flag(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", 
     parser.add_argument(flag, type=kind, choices=choices, default=None, metavar=metavar, help=shown)
 
 
-def _checked(
-    fields: "dict[str, dataclasses.Field[Any]]", path: Path, section: str, key: str, value: object
-) -> object:
-    if key not in fields:
-        raise ConfigError(f"{path}: [{section}] has no setting {key!r}; known: {', '.join(sorted(fields))}")
-    choices = fields[key].metadata["choices"]
+def _checked(field: "dataclasses.Field[Any]", kind: type, value: object, what: str) -> object:
+    choices = field.metadata["choices"]
     if choices and value not in choices:
-        raise ConfigError(f"{path}: [{section}] {key} must be one of {', '.join(choices)}, not {value!r}")
-    default = fields[key].default
-    if default is not None and not isinstance(value, _accepted(type(default))):
-        raise ConfigError(f"{path}: [{section}] {key} must be a {type(default).__name__}, not {value!r}")
+        raise ConfigError(f"{what} must be one of {', '.join(choices)}, not {value!r}")
+    if kind is float and type(value) is int:
+        return float(value)
+    # Not isinstance: a bool is an int to Python, and a mistake to us.
+    if type(value) is not kind:
+        raise ConfigError(f"{what} must be a {kind.__name__}, not {value!r}")
     return value
 
 
-def _accepted(kind: type) -> tuple[type, ...]:
-    return (int, float) if kind is float else (kind,)
+def _wants_its_file(cls: type[Any]) -> bool:
+    return any(field.name == "config" for field in dataclasses.fields(cls))
 
 
 def _fields(cls: type[Any]) -> "tuple[dataclasses.Field[Any], ...]":
-    return dataclasses.fields(cls)
+    """The settings; `config` names the file and cannot stand in it."""
+    return tuple(field for field in dataclasses.fields(cls) if field.name != "config")
 
 
 def _value_type(cls: type[Any], name: str) -> type:

