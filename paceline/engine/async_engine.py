@@ -94,7 +94,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             self._loop_until_stopped()
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the sequences must hear of it
+        except BaseException as error:  # whatever it was, the sequences must hear of it
             log.exception("engine_died", error=type(error).__name__)
             self._call_loop(self._fail, error)
 
@@ -147,7 +147,9 @@ class AsyncEngine:
             if sink is None:  # released since
                 continue
             grouped[sink].append(event)
-            if isinstance(event, Failed) or (isinstance(event, NewTokens) and event.finish_reason is not None):
+            if isinstance(event, Failed) or (
+                isinstance(event, NewTokens) and event.finish_reason is not None
+            ):
                 del self._sinks[event.sequence_id]
         return grouped
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from paceline.core.errors import UnsupportedModelError
@@ -58,7 +58,9 @@ def paged_attention(
     rules = read_rules(query.shape[-1], kwargs)
     layer = module.layer_idx
     assert isinstance(layer, int)
-    context.cache.write_tokens(layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    context.cache.write_tokens(
+        layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
     parts = [_attend_sequence(context.cache, layer, query[0], part, rules) for part in context.batch.queries]
     return torch.cat(parts).unsqueeze(0), None
 
@@ -71,10 +73,14 @@ def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
     softcap = rest.pop("softcap", None)
     sinks = rest.pop("s_aux", rest.pop("sinks", None))
     if rest.pop("dropout", 0.0) != 0.0:
-        raise UnsupportedModelError("the model asks for dropout in its attention; it is not in evaluation mode")
-    unknown = [name for name in ("position_bias",) if name in rest]
+        raise UnsupportedModelError(
+            "the model asks for dropout in its attention; it is not in evaluation mode"
+        )
+    unknown = [name for name in rest if name == "position_bias"]
     if unknown:
-        raise UnsupportedModelError(f"the model's attention needs {', '.join(unknown)}, which is not supported")
+        raise UnsupportedModelError(
+            f"the model's attention needs {', '.join(unknown)}, which is not supported"
+        )
     return AttentionRules(scaling, window, softcap, sinks)
 
 
@@ -88,7 +94,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
     visible = _visible(num_queries, context, rules.window)
     if rules.softcap is None and rules.sinks is None:
         is_whole = visible is not None and rules.window is None and num_queries == context
-        out = F.scaled_dot_product_attention(
+        out = functional.scaled_dot_product_attention(
             query.unsqueeze(0),
             keys.unsqueeze(0),
             values.unsqueeze(0),
@@ -101,7 +107,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
     return _attend_by_definition(query, keys, values, visible, rules)
 
 
-def _attend_sequence(cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules) -> Tensor:
+def _attend_sequence(
+    cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules
+) -> Tensor:
     keys, values = cache.gather(layer, part.block_table, part.context)
     mine = query[:, part.first : part.last]
     out = attend(mine, keys.transpose(0, 1), values.transpose(0, 1), rules)

@@ -71,7 +71,9 @@ class BlockPool:
         """Blocks that nobody holds."""
         return len(self._free)
 
-    def lookup(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> list[CachedBlock]:
+    def lookup(
+        self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]
+    ) -> list[CachedBlock]:
         """The longest cached prefix of `token_ids`, whose full blocks have `hashes`. Takes no reference."""
         found: list[CachedBlock] = []
         for ordinal, block_hash in enumerate(hashes):

@@ -1,8 +1,4 @@
-"""A step's work as tensors: the tokens of all its sequences end to end, and where each one's KV lies.
-
-    token_ids     [ a a a a | b | c c ]       sequences a (a chunk), b (decoding), c (a chunk)
-    queries         0     4   5     7         a query range each
-"""
+"""A step's work as tensors: the tokens of all its sequences end to end, and where each one's KV lies."""
 
 from dataclasses import dataclass
 
@@ -26,7 +22,11 @@ class QueryRange:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """A ragged batch of `num_tokens` tokens."""
+    """A ragged batch of `num_tokens` tokens.
+
+    token_ids   [ a a a a | b | c c ]     a and c compute chunks, b decodes
+    queries       [0, 4)  [4, 5) [5, 7)   one range each
+    """
 
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]

@@ -22,7 +22,7 @@ class KVCache:
         self.block_bytes = layout.block_bytes
         # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
         pool = torch.empty(num_blocks, layout.block_items, dtype=TORCH_DTYPES[layout.dtype])
-        self._bytes = memoryview(pool.view(torch.uint8).view(-1).numpy())
+        self._bytes = memoryview(pool.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._make_views(pool)
@@ -60,5 +60,5 @@ class KVCache:
             for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
                 num_items = self.layout.block_size * layer.num_kv_heads * dim
                 run = pool[:, start : start + num_items]
-                views.append(run.unflatten(1, (self.layout.block_size, layer.num_kv_heads, dim)))
+                views.append(run.view(-1, self.layout.block_size, layer.num_kv_heads, dim))
                 start += num_items

@@ -52,7 +52,7 @@ async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: error
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
     """ErrorInfo.reason of a failed call; "" when the other side gave none."""
-    return _error_info(error).reason
+    return str(_error_info(error).reason)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineError:

@@ -1,0 +1,101 @@
+"""Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.core.errors import UnsupportedModelError
+from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.request import RequestId, SamplingParams, SequenceId
+from paceline.engine.attention import ATTENTION_NAME, AttentionContext, current_attention
+from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
+from paceline.engine.kv_cache import KVCache
+from paceline.engine.sampler import sample
+from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput, StepOutput
+
+# How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class ModelRunner:
+    """Owns the model and the KV memory. Used by one thread."""
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, num_blocks: int) -> None:
+        self.memory = KVCache(layout, num_blocks)
+        self._model = model
+        self._layout = layout
+        self._keeps_rows = _takes_rows(model)
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """See Runner.execute."""
+        with torch.inference_mode():
+            batch = build_forward_batch(output, self._layout.block_size)
+            logits = self.forward(batch)
+            return StepOutput(sample(logits.float(), batch.sampling, batch.sample_positions))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """The logits of the batch's sample rows, [num_samples, vocab_size]; stores the KV of all its tokens."""
+        token = current_attention.set(AttentionContext(self.memory, batch))
+        try:
+            return self._logits(batch)
+        finally:
+            current_attention.reset(token)
+
+    def _logits(self, batch: ForwardBatch) -> Tensor:
+        rows = {"logits_to_keep": batch.sample_rows} if self._keeps_rows else {}
+        output = self._model(
+            input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[batch.sample_rows]
+
+
+def _takes_rows(model: PreTrainedModel) -> bool:
+    """Whether the model computes the logits of given positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+@torch.inference_mode()
+def require_same_as_transformers(runner: ModelRunner, model: PreTrainedModel, layout: KVLayout) -> None:
+    """Refuses a model that our attention would serve wrongly, by comparing two sequences in one batch with its own.
+
+    Some models never ask for the keys and values that we keep, or mix up the sequences of a batch; none says so.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    prompts = [[(7 * i + start) % vocab_size for i in range(layout.block_size + 3)] for start in (1, 5)]
+    ours = _paged_logits(runner, prompts, layout)
+    model.set_attn_implementation("eager")
+    try:
+        theirs = torch.stack(
+            [model(torch.tensor([prompt]), use_cache=False).logits[0, -1] for prompt in prompts]
+        )
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    if not error <= _TOLERANCE[layout.dtype]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives other logits with paged attention than by itself "
+            f"(relative distance {error:.2g}); it cannot be served"
+        )
+
+
+def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayout) -> Tensor:
+    """Each prompt in two chunks, the second ones together."""
+    num_blocks = layout.num_blocks_for(len(prompts[0]))
+    tables = [tuple(BlockId(i * num_blocks + j) for j in range(num_blocks)) for i in range(len(prompts))]
+    logits = torch.empty(0)
+    for start, end in ((0, layout.block_size), (layout.block_size, len(prompts[0]))):
+        scheduled = tuple(
+            ScheduledSequence(
+                sequence_id=SequenceId(RequestId("probe"), index),
+                token_ids=tuple(prompt[start:end]),
+                start=start,
+                block_table=tables[index],
+                sampling=SamplingParams(),
+            )
+            for index, prompt in enumerate(prompts)
+        )
+        logits = runner.forward(build_forward_batch(SchedulerOutput(scheduled, ()), layout.block_size))
+    return logits
