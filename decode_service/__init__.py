@@ -1,1 +1,1 @@
-"""The decode worker: pulls KV and generates by continuous batching."""
+"""The decode tier's process."""

@@ -1,1 +1,1 @@
-"""The prefill worker: computes prompts' KV, chunk by chunk."""
+"""The prefill tier's process."""

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from paceline.core.errors import InvariantError
+from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.engine import Engine, EngineStats, StepResult
@@ -77,12 +77,15 @@ class AsyncEngine:
             self._sinks.pop(sequence_id, None)
         self._commands.put(lambda engine: engine.commit(sequence_id, first))
 
-    def release(self, sequence_id: SequenceId) -> None:
-        """Forgets a sequence, whatever its state, and frees its blocks. Its sink hears nothing more.
+    def release(self, sequence_id: SequenceId, error: PacelineError | None = None) -> None:
+        """Forgets a sequence, whatever its state, and frees its blocks; unknown ones are ignored.
 
-        Whoever fills its blocks from outside must have stopped before.
+        Its sink hears of the `error`, if there is one, and then nothing more. Whoever fills its blocks from outside
+        must have stopped before.
         """
-        self._sinks.pop(sequence_id, None)
+        sink = self._sinks.pop(sequence_id, None)
+        if sink is not None and error is not None:
+            sink([Failed(sequence_id, error)])
         self._commands.put(lambda engine: engine.release(sequence_id))
 
     async def wait_for_change(self) -> None:

@@ -1,0 +1,195 @@
+"""The sequences of one Decode stream: submitted, received or computed here, generated, cancelled."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from paceline.core.errors import PacelineError
+from paceline.core.request import RequestId, SequenceId, SequenceSpec
+from paceline.core.ticket import KvTicket
+from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
+from paceline.engine.sequence import SequenceRole
+from paceline.runtime.grpc_status import as_paceline_error
+from paceline.runtime.log import get_logger
+from paceline.runtime.wire import finish_reason_to_proto, spec_from_proto, ticket_from_proto
+from paceline.v1 import decode_pb2
+from paceline.worker.worker import Worker
+
+log = get_logger()
+
+
+class DecodeSession:
+    """Whatever it took is given back: when it ends by itself, is cancelled, fails, or when the stream breaks."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._live: set[SequenceId] = set()
+        self._reservations: dict[SequenceId, asyncio.Future[Reserved]] = {}
+        self._hand_overs: dict[SequenceId, asyncio.Task[None]] = {}
+        self._outbox: list[decode_pb2.SequenceEvent] = []
+        self._ended = False
+        self._wake = asyncio.Event()
+
+    # -- what the router sends
+
+    def submit(self, message: decode_pb2.Submit) -> None:
+        """Takes a sequence; a refusal comes as its SequenceFailed. A repeated message is ignored."""
+        sequence_id = SequenceId(RequestId(message.context.request_id), message.context.attempt)
+        if sequence_id in self._live:
+            return
+        try:
+            spec = spec_from_proto(message.context, message.sequence)
+            self._worker.require_room_for(spec)
+        except PacelineError as error:
+            self._send_failed(sequence_id, error)
+            return
+        self._live.add(sequence_id)
+        if message.HasField("ticket"):
+            hand_over = self._hand_over(spec, ticket_from_proto(message.ticket))
+            self._hand_overs[sequence_id] = asyncio.create_task(hand_over)
+        else:
+            self._worker.engine.submit(spec, SequenceRole.GENERATE, self._take)
+
+    def cancel(self, message: decode_pb2.Cancel) -> None:
+        """Gives one attempt up."""
+        self._give_up(SequenceId(RequestId(message.request_id), message.attempt))
+
+    def end(self) -> None:
+        """The router sends nothing more."""
+        self._ended = True
+        self._wake.set()
+
+    # -- what goes back
+
+    async def take_events(self) -> list[decode_pb2.SequenceEvent]:
+        """All events since the last call, at least one; none once the router has ended the stream."""
+        while not self._outbox and not self._ended:
+            self._wake.clear()
+            await self._wake.wait()
+        events, self._outbox = self._outbox, []
+        return events
+
+    async def aclose(self) -> None:
+        """Gives up every sequence; returns when no hand-over writes any more."""
+        hand_overs = list(self._hand_overs.values())
+        for sequence_id in list(self._live):
+            self._give_up(sequence_id)
+        await asyncio.gather(*hand_overs, return_exceptions=True)
+
+    # -- hand-over
+
+    async def _hand_over(self, spec: SequenceSpec, ticket: KvTicket) -> None:
+        """Reserves blocks, has them filled, commits; the sequence is released here if any of that fails.
+
+        It is released only after the receiver has returned: until then the receiver may write to its blocks.
+        """
+        sequence_id, started_s = spec.sequence_id, time.monotonic()
+        try:
+            reserved = await self._reserve(spec)
+            received = await self._worker.receiver.receive(ticket, reserved.block_ids, reserved.num_held)
+        except BaseException as error:
+            self._worker.engine.release(sequence_id)
+            self._fail_hand_over(sequence_id, error)
+            raise
+        finally:
+            self._hand_overs.pop(sequence_id, None)
+            self._reservations.pop(sequence_id, None)
+        self._worker.num_blocks_pulled += received.num_blocks
+        self._send(
+            sequence_id,
+            kv_received=decode_pb2.KvReceived(
+                num_blocks=received.num_blocks,
+                num_bytes=received.num_bytes,
+                duration_s=time.monotonic() - started_s,
+            ),
+        )
+        if received.first_token.finish_reason is not None:
+            self._live.discard(sequence_id)
+        self._worker.engine.commit(sequence_id, received.first_token)
+
+    async def _reserve(self, spec: SequenceSpec) -> Reserved:
+        reservation = asyncio.get_running_loop().create_future()
+        self._reservations[spec.sequence_id] = reservation
+        self._worker.engine.submit(spec, SequenceRole.AWAIT_KV, self._take)
+        return await reservation
+
+    def _fail_hand_over(self, sequence_id: SequenceId, error: BaseException) -> None:
+        if not isinstance(error, Exception) or sequence_id not in self._live:
+            return
+        self._live.discard(sequence_id)
+        if not isinstance(error, PacelineError):
+            log.error("hand_over_failed", request_id=sequence_id.request_id, exc_info=error)
+        self._send_failed(sequence_id, as_paceline_error(error))
+
+    def _give_up(self, sequence_id: SequenceId) -> None:
+        self._live.discard(sequence_id)
+        hand_over = self._hand_overs.get(sequence_id)
+        if hand_over is not None:
+            hand_over.cancel()
+        else:
+            self._worker.engine.release(sequence_id)
+
+    # -- what the engine says
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take_one(event)
+
+    def _take_one(self, event: Event) -> None:
+        match event:
+            case Reserved():
+                self._reservations[event.sequence_id].set_result(event)
+            case Started():
+                started = decode_pb2.SequenceStarted(
+                    cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
+                )
+                self._send(event.sequence_id, started=started)
+            case NewTokens():
+                if event.finish_reason is not None:
+                    self._live.discard(event.sequence_id)
+                self._send(event.sequence_id, tokens=_tokens(event))
+            case Failed():
+                self._take_failure(event)
+            case _:
+                raise AssertionError(f"a decode worker never gives {type(event).__name__}")
+
+    def _take_failure(self, event: Failed) -> None:
+        reservation = self._reservations.get(event.sequence_id)
+        if reservation is not None and not reservation.done():
+            reservation.set_exception(event.error)
+            return
+        self._live.discard(event.sequence_id)
+        self._send_failed(event.sequence_id, event.error)
+
+    def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
+        self._send(sequence_id, failed=decode_pb2.SequenceFailed(reason=error.reason, message=str(error)))
+
+    def _send(
+        self,
+        sequence_id: SequenceId,
+        *,
+        started: decode_pb2.SequenceStarted | None = None,
+        kv_received: decode_pb2.KvReceived | None = None,
+        tokens: decode_pb2.SequenceTokens | None = None,
+        failed: decode_pb2.SequenceFailed | None = None,
+    ) -> None:
+        self._outbox.append(
+            decode_pb2.SequenceEvent(
+                request_id=sequence_id.request_id,
+                attempt=sequence_id.attempt,
+                started=started,
+                kv_received=kv_received,
+                tokens=tokens,
+                failed=failed,
+            )
+        )
+        self._wake.set()
+
+
+def _tokens(event: NewTokens) -> decode_pb2.SequenceTokens:
+    return decode_pb2.SequenceTokens(
+        first_index=event.first_index,
+        token_ids=event.token_ids,
+        finish_reason=finish_reason_to_proto(event.finish_reason),
+        num_preemptions=event.num_preemptions,
+    )

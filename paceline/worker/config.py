@@ -1,0 +1,37 @@
+"""The settings that prefill and decode workers share."""
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError
+from paceline.runtime.config import option
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker. A setting's name is its flag and its key in the config file."""
+
+    listen: str = option("127.0.0.1:0", "address to serve on: host:port, or unix:/path")
+    advertise: str = option("", "address at which other workers reach this one; empty: the listen address")
+    worker_id: str = option("", "name of this worker, unique in the cluster; empty: made from the process id")
+    model: str = option("", "directory of the model, in Hugging Face form")
+    dtype: str = option("bfloat16", "type of weights and KV cache", choices=("float32", "bfloat16"))
+    runner: str = option("torch", "what computes: torch, or a fake without a model", choices=("torch", "fake"))
+    fake_step_ms: float = option(0.0, "with --runner fake: milliseconds a step takes")
+    redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
+    threads: int = option(0, "compute threads; 0: torch's own choice")
+    kv_cache_mib: int = option(1024, "memory for the KV cache, in MiB")
+    num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-cache-mib; 0: not set")
+    block_size: int = option(16, "tokens a KV block holds")
+    max_num_batched_tokens: int = option(512, "most tokens computed in one step")
+    max_num_seqs: int = option(64, "most sequences in one step")
+    lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
+    grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work."""
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_mib"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not self.model:
+            raise ConfigError("--model is missing: name the directory of a model")

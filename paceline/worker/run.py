@@ -1,0 +1,70 @@
+"""A worker process from its settings to its end: load, serve, drain."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from kvtransfer.service import KvTransferServicer
+from paceline.core.errors import InvariantError
+from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.server import GrpcServer, run_service
+from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
+from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
+from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from paceline.worker.config import WorkerConfig
+from paceline.worker.runner import load_runner
+from paceline.worker.service import WorkerServicer
+from paceline.worker.worker import Worker, open_worker
+
+# Adds the tier's own service to the server and returns the service's full name.
+AddService = Callable[[grpc.aio.Server, Worker], str]
+
+log = get_logger()
+
+
+def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService) -> int:
+    """Runs a worker until SIGTERM or SIGINT; gives the exit status."""
+    configure_logging(inference_pb2.WorkerRole.Name(role), config.worker_id, config.log_level)
+    return run_service(lambda stop: _serve(config, role, add_service, stop))
+
+
+async def _serve(
+    config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService, stop: asyncio.Event
+) -> None:
+    server = GrpcServer(config.listen)
+    loaded = await asyncio.to_thread(load_runner, config)
+    async with open_worker(config, loaded) as worker:
+        name = add_service(server.grpc, worker)
+        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
+        add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
+        await server.start(
+            [name]
+            + [f.services_by_name[s].full_name for f, s in (
+                (kv_transfer_pb2.DESCRIPTOR, "KvTransferService"),
+                (worker_pb2.DESCRIPTOR, "WorkerService"),
+            )]
+        )
+        await server.set_serving(serving=True)
+        log.info("serving", address=config.listen)
+        await _until_stopped(worker, stop)
+        await _shut_down(server, worker, config.grace_s)
+
+
+async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in (stop, worker.failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+async def _shut_down(server: GrpcServer, worker: Worker, grace_s: float) -> None:
+    if worker.failed.is_set():
+        await server.set_dead()
+        await server.stop(grace_s=0.5)
+        raise InvariantError("the engine failed; see the log above")
+    log.info("draining", grace_s=grace_s)
+    await server.set_serving(serving=False)
+    await worker.drain(grace_s)
+    await server.stop(grace_s=0.5)
+    log.info("stopped")

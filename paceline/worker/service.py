@@ -1,0 +1,84 @@
+"""WorkerService: what a worker says of itself, the same in both tiers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from paceline.runtime.wire import fingerprint_to_proto
+from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from paceline.worker.worker import Worker
+
+# Load changes with every step; a report each this many seconds is enough to place by.
+_REPORT_EVERY_S = 0.05
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves one worker's facts and load."""
+
+    def __init__(self, worker: Worker, role: inference_pb2.WorkerRole) -> None:
+        self._worker = worker
+        self._role = role
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.GetInfoResponse:
+        """What the worker is."""
+        worker, loaded = self._worker, self._worker.loaded
+        return worker_pb2.GetInfoResponse(
+            worker_id=worker.key.worker_id,
+            role=self._role,
+            boot_epoch=worker.key.boot_epoch,
+            fingerprint=fingerprint_to_proto(loaded.fingerprint),
+            model_id=worker.model_id,
+            max_model_tokens=loaded.max_model_tokens,
+            vocab_size=loaded.vocab_size,
+            num_blocks=loaded.num_blocks,
+            block_bytes=loaded.layout.block_bytes,
+        )
+
+    async def WatchLoad(
+        self, request: worker_pb2.WatchLoadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
+        """The load now, and after each change."""
+        while True:
+            changed = asyncio.ensure_future(self._changed())
+            try:
+                yield self._load()
+                await asyncio.sleep(_REPORT_EVERY_S)
+                await changed
+            finally:
+                changed.cancel()
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.DrainResponse:
+        """Takes nothing new from now on."""
+        self._worker.draining.set()
+        return worker_pb2.DrainResponse()
+
+    async def _changed(self) -> None:
+        """Returns after the next change of the load, or when draining begins."""
+        waits = [asyncio.ensure_future(self._worker.engine.wait_for_change())]
+        if not self._worker.draining.is_set():
+            waits.append(asyncio.ensure_future(self._worker.draining.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _load(self) -> worker_pb2.WatchLoadResponse:
+        worker, stats = self._worker, self._worker.engine.stats
+        return worker_pb2.WatchLoadResponse(
+            num_free_blocks=stats.num_free_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_pending_tokens=stats.num_pending_tokens,
+            num_steps=stats.num_steps,
+            num_blocks_pulled=worker.num_blocks_pulled,
+            draining=worker.draining.is_set(),
+            num_preemptions=stats.num_preemptions,
+            num_leases=worker.leases.stats().num_active,
+        )

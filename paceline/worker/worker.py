@@ -1,0 +1,120 @@
+"""One worker's parts, wired together: engine, leases, receiver, prefix publisher. Both tiers run the same ones."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvtransfer.leases import LeaseTable, sweep_forever
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.sender import KVSender
+from kvtransfer.transports.grpc import GrpcTransport
+from paceline.core.errors import DrainingError, InvariantError, KvLostError
+from paceline.core.prefix import WorkerKey
+from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, WorkerId
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.engine import Engine
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from paceline.prefix_index.publisher import PrefixPublisher
+from paceline.prefix_index.redis_index import RedisPrefixIndex
+from paceline.runtime.channels import Channels
+from paceline.worker.config import WorkerConfig
+from paceline.worker.runner import LoadedRunner
+
+
+@dataclass(slots=True)
+class Worker:
+    """What a service's handlers work with; owned by the event loop."""
+
+    key: WorkerKey
+    address: str
+    model_id: str
+    loaded: LoadedRunner
+    engine: AsyncEngine
+    leases: LeaseTable
+    sender: KVSender
+    receiver: KVReceiver
+    failed: asyncio.Event
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    num_blocks_pulled: int = 0
+
+    def require_room_for(self, spec: SequenceSpec) -> None:
+        """Raises DrainingError when nothing new is taken, InvariantError for what a router must not send."""
+        if self.draining.is_set():
+            raise DrainingError(f"{self.key.worker_id} is draining")
+        num_tokens = len(spec.prompt_ids) + spec.max_tokens
+        if num_tokens > self.loaded.max_model_tokens + 1:
+            raise InvariantError(f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}")
+        if max(spec.known_ids) >= self.loaded.vocab_size:
+            raise InvariantError("a token id is outside of the model's vocabulary")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is left and nobody may pull blocks any more."""
+        stats = self.engine.stats
+        return stats.num_running == stats.num_waiting == 0 and self.leases.stats().num_active == 0
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes nothing new, and returns once all is done, or after `grace_s` seconds."""
+        self.draining.set()
+        try:
+            async with asyncio.timeout(grace_s):
+                while not self.is_idle:
+                    await self.engine.wait_for_change()
+        except TimeoutError:
+            return
+
+
+@asynccontextmanager
+async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
+    """The parts of one worker, running; stopped in the opposite order."""
+    key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
+    index = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
+    publisher = PrefixPublisher(index, key)
+    failed = asyncio.Event()
+    engine = AsyncEngine(
+        _engine(config, loaded), on_changes=publisher.offer, on_failure=lambda _: failed.set()
+    )
+    leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
+    memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
+    sweeper = asyncio.create_task(sweep_forever(leases))
+    engine.start()
+    try:
+        yield Worker(
+            key=key,
+            address=config.advertise or config.listen,
+            model_id=os.path.basename(os.path.abspath(config.model)),
+            loaded=loaded,
+            engine=engine,
+            leases=leases,
+            sender=KVSender(leases, memory, fingerprint, key.boot_epoch),
+            receiver=KVReceiver(GrpcTransport(channels, fingerprint), memory, fingerprint),
+            failed=failed,
+        )
+    finally:
+        sweeper.cancel()
+        await engine.stop()
+        await publisher.aclose()
+        await index.close()
+        await channels.aclose()
+
+
+def _release_leased(engine: AsyncEngine) -> Callable[[SequenceId], None]:
+    """What ends with a lease: its sequence, which may still be computing if its reader gave up early."""
+    lost = KvLostError("the lease ended before the prompt was computed")
+    return lambda sequence_id: engine.release(sequence_id, lost)
+
+
+def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
+    scheduler_config = SchedulerConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        eos_token_ids=loaded.eos_token_ids,
+        fingerprint=loaded.fingerprint.digest(),
+    )
+    pool = BlockPool(loaded.num_blocks, config.block_size)
+    return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory.checksum), loaded.runner)

@@ -1,0 +1,103 @@
+"""PrefillService: one prompt in, a ticket, progress and the first token out."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvtransfer.leases import Lease
+from paceline.core.errors import PacelineError
+from paceline.core.request import FirstToken, SequenceSpec
+from paceline.core.ticket import KvTicket
+from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Started
+from paceline.engine.sequence import SequenceRole
+from paceline.runtime.grpc_status import abort_with
+from paceline.runtime.wire import first_token_to_proto, spec_from_proto, ticket_to_proto
+from paceline.v1 import prefill_pb2, prefill_pb2_grpc
+from paceline.worker.events import EventQueue
+from paceline.worker.worker import Worker
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves one prefill worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """Computes one prompt."""
+        try:
+            spec = spec_from_proto(request.context, request.sequence)
+            self._worker.require_room_for(spec)
+            prefill = _Prefill(self._worker, spec)
+            try:
+                async for response in prefill.run():
+                    yield response
+            finally:
+                prefill.close()
+        except PacelineError as error:
+            await abort_with(context, error)
+
+
+class _Prefill:
+    """One prompt's way through the engine. Its blocks belong to the lease once that is complete; else they go back."""
+
+    def __init__(self, worker: Worker, spec: SequenceSpec) -> None:
+        self._worker = worker
+        self._spec = spec
+        self._lease: Lease | None = None
+
+    async def run(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        events = EventQueue()
+        self._worker.engine.submit(self._spec, SequenceRole.PREFILL_ONLY, events.put)
+        async for event in events:
+            yield self._take(event)
+            if isinstance(event, NewTokens):
+                return
+
+    def close(self) -> None:
+        """Whatever happened: gives back what no complete lease holds."""
+        if self._lease is None:
+            self._worker.engine.release(self._spec.sequence_id)
+        else:
+            self._worker.leases.drop(self._lease.lease_id)
+
+    def _take(self, event: Event) -> prefill_pb2.PrefillResponse:
+        match event:
+            case Started():
+                return prefill_pb2.PrefillResponse(started=self._start(event))
+            case BlocksReady():
+                self._worker.leases.progress(self._held.lease_id, event.checksums)
+                progress = prefill_pb2.PrefillProgress(computed_tokens=event.num_computed_tokens)
+                return prefill_pb2.PrefillResponse(progress=progress)
+            case NewTokens():
+                first = FirstToken(event.token_ids[0], event.finish_reason)
+                self._worker.leases.complete(self._held.lease_id, first)
+                result = prefill_pb2.PrefillResult(first_token=first_token_to_proto(first))
+                return prefill_pb2.PrefillResponse(result=result)
+            case Failed():
+                raise event.error
+        raise AssertionError(f"a prefill never gives {type(event).__name__}")
+
+    def _start(self, event: Started) -> prefill_pb2.PrefillStarted:
+        worker = self._worker
+        self._lease = worker.leases.grant(event.sequence_id, event.block_ids, event.block_hashes)
+        ticket = KvTicket(
+            lease_id=self._lease.lease_id,
+            owner_id=worker.key.worker_id,
+            owner_address=worker.address,
+            boot_epoch=worker.key.boot_epoch,
+            fingerprint=worker.loaded.fingerprint,
+            block_hashes=event.block_hashes,
+            num_blocks=len(event.block_ids),
+        )
+        return prefill_pb2.PrefillStarted(
+            ticket=ticket_to_proto(ticket), cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
+        )
+
+    @property
+    def _held(self) -> Lease:
+        assert self._lease is not None, "Started comes first"
+        return self._lease
