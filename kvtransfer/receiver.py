@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from kvtransfer.block_store import BlockStore
-from kvtransfer.chunks import KvChunk, KvMessage, LeaseState, PullEnd
+from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
 from kvtransfer.keep_alive import keep_alive
 from kvtransfer.transports.base import KVTransport
 from paceline.core.errors import KvChecksumError, KvError, KvLostError, LeaseExpiredError

@@ -15,12 +15,19 @@ class KVSender:
     """Serves the leases of one worker in one of its lives; whoever names another life gets nothing."""
 
     def __init__(
-        self, leases: LeaseTable, store: BlockStore, fingerprint: ModelFingerprint, boot_epoch: BootEpoch
+        self,
+        leases: LeaseTable,
+        store: BlockStore,
+        fingerprint: ModelFingerprint,
+        boot_epoch: BootEpoch,
+        *,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self._leases = leases
         self._store = store
         self._fingerprint = fingerprint
         self._boot_epoch = boot_epoch
+        self._max_chunk_bytes = max_chunk_bytes
 
     async def pull(
         self,
@@ -39,7 +46,7 @@ class KVSender:
         _require_prefix(lease, held_hashes)
         for ordinal in range(len(held_hashes), lease.num_blocks):
             checksum = await self._leases.wait_ready(lease, ordinal)
-            for offset in range(0, self._store.block_bytes, MAX_CHUNK_BYTES):
+            for offset in range(0, self._store.block_bytes, self._max_chunk_bytes):
                 yield self._chunk(lease, ordinal, offset, checksum)
         yield PullEnd(await self._leases.wait_complete(lease))
 
@@ -64,7 +71,7 @@ class KVSender:
         # not held any more may already be another request's.
         self._leases.require_held(lease)
         block = self._store.read(lease.block_ids[ordinal])
-        return KvChunk(ordinal, offset, bytes(block[offset : offset + MAX_CHUNK_BYTES]), checksum)
+        return KvChunk(ordinal, offset, bytes(block[offset : offset + self._max_chunk_bytes]), checksum)
 
 
 def _require_prefix(lease: Lease, held_hashes: Sequence[BlockHash]) -> None:

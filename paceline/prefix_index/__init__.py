@@ -1,1 +1,1 @@
-"""The table of who holds which prefix."""
+"""The prefix table: which worker holds which block. A hint, never trusted: the worker's own look-up decides."""

@@ -1,0 +1,127 @@
+"""What the tests of the hand-over share: an owner of leases, a place to receive, and transports that follow a script."""
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+
+from kvtransfer.block_store import MemoryBlockStore
+from kvtransfer.chunks import KvMessage, LeaseState
+from kvtransfer.leases import Lease, LeaseTable
+from kvtransfer.sender import KVSender
+from paceline.core.block_hash import BlockHash
+from paceline.core.clock import Clock
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId
+from paceline.core.request import BootEpoch, FirstToken, RequestId, SequenceId, WorkerId
+from paceline.core.ticket import KvTicket
+
+BLOCK_BYTES = 64
+NUM_POOL_BLOCKS = 32
+FIRST_TOKEN = FirstToken(7)
+FINGERPRINT = ModelFingerprint(
+    weights="w",
+    tokenizer="t",
+    chat_template="c",
+    config="g",
+    dtype="float32",
+    block_size=4,
+    kv_layout="l",
+)
+
+
+def block_hashes(num_blocks: int) -> tuple[BlockHash, ...]:
+    """Names for blocks; their content does not matter to a hand-over."""
+    return tuple(BlockHash(bytes([index]) * 16) for index in range(num_blocks))
+
+
+def random_store(seed: int, *, block_bytes: int = BLOCK_BYTES) -> MemoryBlockStore:
+    """A pool full of bytes that occur nowhere else."""
+    store = MemoryBlockStore(NUM_POOL_BLOCKS, block_bytes)
+    rng = random.Random(seed)
+    for index in range(NUM_POOL_BLOCKS):
+        store.write(BlockId(index), 0, rng.randbytes(block_bytes))
+    return store
+
+
+def contents(store: MemoryBlockStore, block_ids: Sequence[BlockId]) -> list[bytes]:
+    """The bytes of some blocks."""
+    return [bytes(store.read(block_id)) for block_id in block_ids]
+
+
+class Owner:
+    """A worker that has computed prompts. Blocks whose lease has ended are at once another request's."""
+
+    def __init__(
+        self, clock: Clock, *, ttl_s: float = 30.0, max_chunk_bytes: int = 32, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self.store = random_store(1, block_bytes=block_bytes)
+        self.boot_epoch = BootEpoch(11)
+        self.address = "nowhere"
+        self.ended: list[SequenceId] = []
+        self.leases = LeaseTable(self._on_end, ttl_s=ttl_s, clock=clock)
+        self.sender = KVSender(
+            self.leases, self.store, FINGERPRINT, self.boot_epoch, max_chunk_bytes=max_chunk_bytes
+        )
+        self._blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
+
+    def grant(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:
+        """An open lease on these blocks; all of them full unless told otherwise."""
+        sequence_id = SequenceId(RequestId(f"request-{len(self._blocks)}"), 0)
+        num_full = len(block_ids) if num_full is None else num_full
+        lease = self.leases.grant(
+            sequence_id, [BlockId(block_id) for block_id in block_ids], block_hashes(num_full)
+        )
+        self._blocks[sequence_id] = lease.block_ids
+        return lease
+
+    def compute(self, lease: Lease, num_blocks: int) -> None:
+        """The next blocks are ready."""
+        ready = lease.block_ids[lease.num_ready : lease.num_ready + num_blocks]
+        self.leases.progress(lease.lease_id, [self.store.checksum(block_id) for block_id in ready])
+
+    def finish(self, lease: Lease) -> None:
+        """All blocks are ready, and the first token is known."""
+        self.compute(lease, lease.num_blocks - lease.num_ready)
+        self.leases.complete(lease.lease_id, FIRST_TOKEN)
+
+    def granted(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:
+        """A complete lease."""
+        lease = self.grant(block_ids, num_full=num_full)
+        self.finish(lease)
+        return lease
+
+    def ticket(self, lease: Lease) -> KvTicket:
+        """The right to pull the lease's blocks."""
+        return KvTicket(
+            lease_id=lease.lease_id,
+            owner_id=WorkerId("prefill-0"),
+            owner_address=self.address,
+            boot_epoch=self.boot_epoch,
+            fingerprint=FINGERPRINT,
+            block_hashes=lease.block_hashes,
+            num_blocks=lease.num_blocks,
+        )
+
+    def _on_end(self, sequence_id: SequenceId) -> None:
+        self.ended.append(sequence_id)
+        for block_id in self._blocks[sequence_id]:
+            self.store.write(block_id, 0, b"\xee" * self.store.block_bytes)
+
+
+class ScriptedTransport:
+    """Sends what it is told to, and answers every renewal and release in one way."""
+
+    def __init__(self, messages: Sequence[KvMessage], *, state: LeaseState = LeaseState.VALID) -> None:
+        self._messages = messages
+        self._state = state
+
+    async def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+    ) -> AsyncGenerator[KvMessage, None]:
+        for message in self._messages:
+            yield message
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        return self._state
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        return self._state
