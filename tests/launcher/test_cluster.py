@@ -1,0 +1,166 @@
+"""What a cluster's processes are told, and that a LocalCluster leaves nothing behind."""
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import redis.asyncio
+
+from paceline.core.errors import ConfigError, ProcessLostError
+from paceline.launcher.cluster import Layout, LocalCluster, router_command, worker_command
+from paceline.launcher.config import UpConfig
+from paceline.launcher.probes import free_port, without_password
+from paceline.launcher.supervisor import RestartPolicy
+
+
+def _layout(config: UpConfig) -> Layout:
+    return Layout(config, Path("/m"), Path("/r"), 7)
+
+
+def _flags(command: tuple[str, ...]) -> dict[str, str]:
+    start = command.index("-m") + 2
+    return dict(zip(command[start::2], command[start + 1 :: 2], strict=True))
+
+
+def test_a_worker_is_told_what_it_needs() -> None:
+    """A worker gets its name, its socket, the model, the table's address and its share of the cores."""
+    command = worker_command(_layout(UpConfig(topology="2P1D", threads=3, dtype="float32")), "prefill-1")
+    assert "prefill_service" in command
+    assert _flags(command) == {
+        "--listen": "unix:/r/prefill-1.sock",
+        "--worker-id": "prefill-1",
+        "--model": "/m",
+        "--dtype": "float32",
+        "--redis": "unix:///r/redis.sock",
+        "--threads": "3",
+        "--runner": "torch",
+    }
+
+
+def test_the_router_is_told_of_every_worker() -> None:
+    """The router gets the workers' addresses by tier, and how to disaggregate."""
+    command = router_command(_layout(UpConfig(topology="2P1D", disaggregate="always", redis="redis://far")))
+    assert _flags(command) == {
+        "--listen": "127.0.0.1:7",
+        "--model": "/m",
+        "--redis": "redis://far",
+        "--prefill": "unix:/r/prefill-0.sock,unix:/r/prefill-1.sock",
+        "--decode": "unix:/r/decode-0.sock",
+        "--disaggregate": "always",
+    }
+
+
+def test_a_tier_without_workers_is_left_out() -> None:
+    """With 0P the router hears of no prefill worker."""
+    assert "--prefill" not in router_command(_layout(UpConfig(topology="0P1D")))
+
+
+def test_the_config_file_goes_on_to_every_service() -> None:
+    """Services read their own sections of the file that the launcher was given."""
+    layout = _layout(UpConfig(config="c.toml"))
+    for command in (router_command(layout), worker_command(layout, "decode-0")):
+        assert _flags(command)["--config"] == str(Path("c.toml").resolve())
+
+
+@pytest.mark.parametrize(
+    ("host", "listens", "called"),
+    [
+        ("127.0.0.1", "127.0.0.1:7", "127.0.0.1:7"),
+        ("0.0.0.0", "0.0.0.0:7", "127.0.0.1:7"),
+        ("::", "[::]:7", "[::1]:7"),
+    ],
+)
+def test_the_address_to_call(host: str, listens: str, called: str) -> None:
+    """A router that listens everywhere is called on loopback."""
+    layout = _layout(UpConfig(host=host))
+    assert (layout.router_address, layout.local_router_address) == (listens, called)
+
+
+def test_a_password_is_not_shown() -> None:
+    """A Redis URL is shown without its password."""
+    assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
+    assert without_password("redis://h:1/0") == "redis://h:1/0"
+
+
+def test_a_busy_port_is_refused() -> None:
+    """A port that somebody listens on is refused by number."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            free_port("127.0.0.1", port)
+
+
+def _config(**settings: object) -> UpConfig:
+    defaults = {"port": 0, "runner": "fake", "grace_s": 5.0, "startup_timeout_s": 60.0}
+    return UpConfig(**{**defaults, **settings})  # type: ignore[arg-type] # the keywords are fields
+
+
+@pytest.mark.usefixtures("stand_ins")
+async def test_a_cluster_serves_and_is_gone(model_dir: Path) -> None:
+    """Inside the block every process runs and Redis answers; afterwards nothing runs and no file is left."""
+    async with LocalCluster(_config(topology="2P1D"), model_dir) as cluster:
+        assert cluster.pids.keys() == {"redis", "prefill-0", "prefill-1", "decode-0", "router"}
+        assert cluster.worker_addresses.keys() == {"prefill-0", "prefill-1", "decode-0"}
+        assert cluster.ready
+        async with redis.asyncio.from_url(cluster.redis_url) as client:
+            await client.set("key", "value", ex=10)
+            assert await client.get("key") == b"value"
+        run_dir = cluster.layout.run_dir
+    assert not psutil.Process().children(recursive=True)
+    assert not run_dir.exists()
+
+
+@pytest.mark.usefixtures("stand_ins")
+async def test_a_killed_worker_comes_back(model_dir: Path) -> None:
+    """A worker and even Redis come back on their old addresses, while the router keeps its process."""
+    policy = RestartPolicy(first_delay_s=0.01)
+    async with LocalCluster(_config(), model_dir, policy=policy) as cluster:
+        router = cluster.pids["router"]
+        for name in ("decode-0", "redis"):
+            before = cluster.pids[name]
+            cluster.kill(name)
+            await cluster.until_ready()
+            assert cluster.pids[name] != before
+        assert cluster.pids["router"] == router
+
+
+@pytest.mark.usefixtures("stand_ins")
+async def test_without_restarts_a_lost_router_is_final(model_dir: Path) -> None:
+    """A policy of no attempts reports the first death of the router, and leaves workers to be stopped."""
+    async with LocalCluster(_config(), model_dir, policy=RestartPolicy(max_attempts=0)) as cluster:
+        cluster.kill("router", signal.SIGTERM)
+        assert (await cluster.until_lost()).process == "router"
+        assert "decode-0" in cluster.pids
+
+
+@pytest.mark.usefixtures("stand_ins")
+async def test_a_failed_start_leaves_nothing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one worker dies at start, the others and Redis are stopped before the error is raised."""
+    monkeypatch.setenv("STAND_IN_decode-0", "dies")
+    with pytest.raises(
+        ProcessLostError, match="decode-0 exited with status 3: error: no room for the KV cache"
+    ):
+        await LocalCluster(_config(), model_dir).start()
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.usefixtures("stand_ins")
+async def test_a_cancelled_start_leaves_nothing(model_dir: Path) -> None:
+    """A start that is cancelled half-way stops what it has started."""
+    said = asyncio.Event()
+    cluster = LocalCluster(_config(), model_dir, say=lambda line: said.set() if "decode-0" in line else None)
+    starting = asyncio.create_task(cluster.start())
+    await said.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.Process().children(recursive=True)
+
+
+async def test_an_unreachable_redis_is_refused(model_dir: Path) -> None:
+    """Nothing is started when the Redis that was asked for does not answer."""
+    with pytest.raises(ConfigError, match="no Redis answers at"):
+        await LocalCluster(_config(redis="redis://127.0.0.1:1"), model_dir).start()

@@ -1,0 +1,66 @@
+"""The flags of `./run up`."""
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.launcher import config as launcher_config
+from paceline.launcher.config import Topology, UpConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1P1D", (1, 1)), ("2p3d", (2, 3)), ("0P1D", (0, 1)), (" 10P12D ", (10, 12))],
+)
+def test_a_topology_is_two_numbers(text: str, expected: tuple[int, int]) -> None:
+    """A topology written xPyD gives x prefill and y decode workers, in either case."""
+    topology = Topology.parse(text)
+    assert (topology.num_prefill, topology.num_decode) == expected
+    assert Topology.parse(str(topology)) == topology
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "not of the form"),
+        ("1P", "not of the form"),
+        ("1D1P", "not of the form"),
+        ("-1P1D", "not of the form"),
+        ("1P1D1P", "not of the form"),
+        ("1.5P1D", "not of the form"),
+        ("\u0661P1D", "not of the form"),
+        ("1P0D", "somebody must decode"),
+        ("0P0D", "somebody must decode"),
+        ("64P1D", "more than 64"),
+        ("9999P9999D", "more than 64"),
+    ],
+)
+def test_a_topology_without_sense_is_refused(text: str, why: str) -> None:
+    """What makes no cluster is refused with the reason."""
+    with pytest.raises(ConfigError, match=why):
+        Topology.parse(text)
+
+
+def test_always_disaggregating_needs_a_prefill_worker() -> None:
+    """Settings that contradict each other are refused before anything starts."""
+    with pytest.raises(ConfigError, match="needs a prefill worker"):
+        UpConfig(topology="0P1D", disaggregate="always")
+    assert UpConfig(topology="0P1D").shape.num_prefill == 0
+
+
+@pytest.mark.parametrize("wrong", [{"port": 65536}, {"port": -1}, {"threads": -1}, {"grace_s": 0.0}])
+def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    """A port, thread count or duration that cannot be is refused."""
+    with pytest.raises(ConfigError):
+        UpConfig(**wrong)  # type: ignore[arg-type] # the wrong value is the point
+
+
+@pytest.mark.parametrize(
+    ("cores", "topology", "threads", "expected"),
+    [(2, "1P1D", 0, 1), (16, "1P3D", 0, 4), (2, "4P4D", 0, 1), (8, "1P1D", 3, 3)],
+)
+def test_cores_are_shared_out(
+    cores: int, topology: str, threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --threads the workers get equal shares of the cores, and at least one each."""
+    monkeypatch.setattr(launcher_config, "usable_cores", lambda: cores)
+    assert UpConfig(topology=topology, threads=threads).threads_per_worker == expected
