@@ -1,0 +1,1 @@
+"""The router: admits, tokenises, places and dispatches requests."""
