@@ -23,7 +23,7 @@ class PrefixEntry(NamedTuple):
 
 
 class PrefixChanges(NamedTuple):
-    """What an engine's cache gained and lost in one step, in no particular order."""
+    """What an engine's cache gained and lost in one step. No entry is in both."""
 
     published: tuple[PrefixEntry, ...] = ()
     evicted: tuple[PrefixEntry, ...] = ()

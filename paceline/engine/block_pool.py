@@ -62,8 +62,8 @@ class BlockPool:
         self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
         self._by_hash: dict[BlockHash, CachedBlock] = {}
         self._by_block: dict[BlockId, CachedBlock] = {}
-        self._published: list[PrefixEntry] = []
-        self._evicted: list[PrefixEntry] = []
+        # Whether each entry that changed is in the cache now; the last change counts.
+        self._changed: dict[PrefixEntry, bool] = {}
         self._num_hits = self._num_evictions = self._num_collisions = 0
 
     @property
@@ -139,14 +139,15 @@ class BlockPool:
         head_hash = parent.head_hash if parent else block_hash
         cached = CachedBlock(block_id, block_hash, root, parent, tuple(token_ids), head_hash, checksum)
         self._by_hash[block_hash] = self._by_block[block_id] = cached
-        self._published.append(cached.entry())
+        self._changed[cached.entry()] = True
         return cached
 
     def take_changes(self) -> PrefixChanges:
         """What the cache gained and lost since the last call."""
-        changes = PrefixChanges(tuple(self._published), tuple(self._evicted))
-        self._published, self._evicted = [], []
-        return changes
+        changed, self._changed = self._changed, {}
+        published = tuple(entry for entry, is_cached in changed.items() if is_cached)
+        evicted = tuple(entry for entry, is_cached in changed.items() if not is_cached)
+        return PrefixChanges(published, evicted)
 
     def stats(self) -> BlockPoolStats:
         """A picture of now."""
@@ -173,7 +174,7 @@ class BlockPool:
         cached = self._by_block.pop(block_id, None)
         if cached is not None:
             del self._by_hash[cached.block_hash]
-            self._evicted.append(cached.entry())
+            self._changed[cached.entry()] = False
             self._num_evictions += 1
         self._num_refs[block_id] = 1
         return block_id

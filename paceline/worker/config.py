@@ -15,7 +15,9 @@ class WorkerConfig:
     worker_id: str = option("", "name of this worker, unique in the cluster; empty: made from the process id")
     model: str = option("", "directory of the model, in Hugging Face form")
     dtype: str = option("bfloat16", "type of weights and KV cache", choices=("float32", "bfloat16"))
-    runner: str = option("torch", "what computes: torch, or a fake without a model", choices=("torch", "fake"))
+    runner: str = option(
+        "torch", "what computes: torch, or a fake without a model", choices=("torch", "fake")
+    )
     fake_step_ms: float = option(0.0, "with --runner fake: milliseconds a step takes")
     redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
     threads: int = option(0, "compute threads; 0: torch's own choice")
@@ -26,7 +28,9 @@ class WorkerConfig:
     max_num_seqs: int = option(64, "most sequences in one step")
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
-    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+    log_level: str = option(
+        "info", "least level that is logged", choices=("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""

@@ -40,10 +40,13 @@ async def _serve(
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
         await server.start(
             [name]
-            + [f.services_by_name[s].full_name for f, s in (
-                (kv_transfer_pb2.DESCRIPTOR, "KvTransferService"),
-                (worker_pb2.DESCRIPTOR, "WorkerService"),
-            )]
+            + [
+                f.services_by_name[s].full_name
+                for f, s in (
+                    (kv_transfer_pb2.DESCRIPTOR, "KvTransferService"),
+                    (worker_pb2.DESCRIPTOR, "WorkerService"),
+                )
+            ]
         )
         await server.set_serving(serving=True)
         log.info("serving", address=config.listen)

@@ -96,5 +96,7 @@ def _num_blocks(config: WorkerConfig, layout: KVLayout) -> int:
     num_blocks = config.num_blocks or (config.kv_cache_mib << 20) // layout.block_bytes
     # The check against transformers at start takes two sequences of two blocks.
     if num_blocks < 4:
-        raise ConfigError(f"--kv-cache-mib {config.kv_cache_mib} holds {num_blocks} blocks; 4 at least are needed")
+        raise ConfigError(
+            f"--kv-cache-mib {config.kv_cache_mib} holds {num_blocks} blocks; 4 at least are needed"
+        )
     return num_blocks

@@ -48,7 +48,9 @@ class Worker:
             raise DrainingError(f"{self.key.worker_id} is draining")
         num_tokens = len(spec.prompt_ids) + spec.max_tokens
         if num_tokens > self.loaded.max_model_tokens + 1:
-            raise InvariantError(f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}")
+            raise InvariantError(
+                f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}"
+            )
         if max(spec.known_ids) >= self.loaded.vocab_size:
             raise InvariantError("a token id is outside of the model's vocabulary")
 
@@ -99,7 +101,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         sweeper.cancel()
         await engine.stop()
         await publisher.aclose()
-        await index.close()
+        await index.aclose()
         await channels.aclose()
 
 
