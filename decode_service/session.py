@@ -108,7 +108,7 @@ class DecodeSession:
         self._worker.engine.commit(sequence_id, received.first_token)
 
     async def _reserve(self, spec: SequenceSpec) -> Reserved:
-        reservation = asyncio.get_running_loop().create_future()
+        reservation: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
         self._reservations[spec.sequence_id] = reservation
         self._worker.engine.submit(spec, SequenceRole.AWAIT_KV, self._take)
         return await reservation

@@ -45,7 +45,6 @@ class AsyncEngine:
         self._on_changes = on_changes
         self._on_failure = on_failure
         self._failed = False
-        self._changed = asyncio.Event()
         self.stats: EngineStats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -87,10 +86,6 @@ class AsyncEngine:
         if sink is not None and error is not None:
             sink([Failed(sequence_id, error)])
         self._commands.put(lambda engine: engine.release(sequence_id))
-
-    async def wait_for_change(self) -> None:
-        """Returns after the next change of `stats`."""
-        await self._changed.wait()
 
     # -- the engine thread
 
@@ -139,9 +134,7 @@ class AsyncEngine:
             self._on_changes(result.changes)
             for sink, events in self._by_sink(result.events).items():
                 sink(events)
-        if stats != self.stats:
-            self.stats = stats
-            self._notify()
+        self.stats = stats
 
     def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
         grouped: defaultdict[Sink, list[Event]] = defaultdict(list)
@@ -155,11 +148,6 @@ class AsyncEngine:
             ):
                 del self._sinks[event.sequence_id]
         return grouped
-
-    def _notify(self) -> None:
-        # Wakes whoever waits now; whoever comes later waits for the next change.
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True

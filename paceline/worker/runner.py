@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
@@ -84,9 +85,9 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
     )
 
 
-def _read_json(path: Path) -> dict[str, int]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        facts: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: is it a model's directory?") from error
     return facts

@@ -10,7 +10,7 @@ from paceline.runtime.wire import fingerprint_to_proto
 from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from paceline.worker.worker import Worker
 
-# Load changes with every step; a report each this many seconds is enough to place by.
+# Load changes with every step; to look so often is enough to place by.
 _REPORT_EVERY_S = 0.05
 
 
@@ -42,14 +42,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchLoadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
         """The load now, and after each change."""
+        reported = None
         while True:
-            changed = asyncio.ensure_future(self._changed())
-            try:
-                yield self._load()
-                await asyncio.sleep(_REPORT_EVERY_S)
-                await changed
-            finally:
-                changed.cancel()
+            load = self._load()
+            if load != reported:
+                yield load
+                reported = load
+            await asyncio.sleep(_REPORT_EVERY_S)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -57,17 +56,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Takes nothing new from now on."""
         self._worker.draining.set()
         return worker_pb2.DrainResponse()
-
-    async def _changed(self) -> None:
-        """Returns after the next change of the load, or when draining begins."""
-        waits = [asyncio.ensure_future(self._worker.engine.wait_for_change())]
-        if not self._worker.draining.is_set():
-            waits.append(asyncio.ensure_future(self._worker.draining.wait()))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     def _load(self) -> worker_pb2.WatchLoadResponse:
         worker, stats = self._worker, self._worker.engine.stats

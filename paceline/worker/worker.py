@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvtransfer.leases import LeaseTable, sweep_forever
 from kvtransfer.receiver import KVReceiver
@@ -24,6 +25,8 @@ from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner
+
+_DRAIN_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class Worker:
         try:
             async with asyncio.timeout(grace_s):
                 while not self.is_idle:
-                    await self.engine.wait_for_change()
+                    await asyncio.sleep(_DRAIN_LOOK_S)
         except TimeoutError:
             return
 
@@ -89,7 +92,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         yield Worker(
             key=key,
             address=config.advertise or config.listen,
-            model_id=os.path.basename(os.path.abspath(config.model)),
+            model_id=Path(config.model).name,
             loaded=loaded,
             engine=engine,
             leases=leases,
