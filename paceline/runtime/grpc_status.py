@@ -1,6 +1,8 @@
 """The only table of error <-> gRPC code, and how an error's reason and facts travel: as google.rpc.ErrorInfo."""
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -25,12 +27,6 @@ _CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
     (errors.KvChecksumError, grpc.StatusCode.DATA_LOSS),
     (errors.KvError, grpc.StatusCode.ABORTED),
 )
-
-# What a worker's failure becomes at the router, by its reason on the wire. Only these cross between our processes.
-_KV_REASONS: dict[str, type[errors.KvError]] = {
-    errors.KvLostError.reason: errors.KvLostError,
-    errors.LeaseExpiredError.reason: errors.LeaseExpiredError,
-}
 
 
 def code_of(error: errors.PacelineError) -> grpc.StatusCode:
@@ -58,21 +54,32 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineError:
     """A failed call to another of our processes as one of our errors; `peer` names it in the message."""
     info = _error_info(error)
-    message = error.details() or error.code().name
-    if info.reason == errors.KvChecksumError.reason:
-        return errors.KvChecksumError(int(info.metadata.get("ordinal", "0")))
-    if info.reason in _KV_REASONS:
-        return _KV_REASONS[info.reason](message)
-    if info.reason == errors.FingerprintMismatchError.reason:
-        facts = info.metadata
-        return errors.FingerprintMismatchError(facts["field"], facts["ours"], facts["theirs"])
-    if info.reason == errors.DrainingError.reason:
-        return errors.DrainingError(f"{peer} is draining")
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(info.metadata.get("phase", "prefill"))
-    if info.reason == errors.InvariantError.reason:
-        return errors.InvariantError(f"{peer}: {message}")
-    return errors.PeerLostError(f"the call to {peer} failed: {message}")
+    return error_from_reason(info.reason, error.details() or error.code().name, peer, dict(info.metadata))
+
+
+def error_from_reason(
+    reason: str, message: str, peer: str, facts: Mapping[str, str] = MappingProxyType({})
+) -> errors.PacelineError:
+    """What another of our processes says has gone wrong there; an unknown reason means that it is lost to us."""
+    match reason:
+        case errors.KvChecksumError.reason:
+            return errors.KvChecksumError(int(facts.get("ordinal", "0")))
+        case errors.KvLostError.reason:
+            return errors.KvLostError(message)
+        case errors.LeaseExpiredError.reason:
+            return errors.LeaseExpiredError(message)
+        case errors.FingerprintMismatchError.reason:
+            field, ours, theirs = (facts.get(name, "?") for name in ("field", "ours", "theirs"))
+            return errors.FingerprintMismatchError(field, ours, theirs)
+        case errors.DrainingError.reason:
+            return errors.DrainingError(f"{peer} is draining")
+        case errors.DeadlineError.reason:
+            return errors.DeadlineError(facts.get("phase", "decode"))
+        case errors.InvariantError.reason:
+            return errors.InvariantError(f"{peer}: {message}")
+    return errors.PeerLostError(f"{peer} is lost: {message}")
 
 
 def as_paceline_error(error: BaseException) -> errors.PacelineError:

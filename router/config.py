@@ -1,0 +1,72 @@
+"""Settings of the router."""
+
+from dataclasses import dataclass
+from typing import cast
+
+from paceline.core.errors import ConfigError
+from paceline.runtime.config import option
+from router.placement import DisaggregateMode
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One router. A setting's name is its flag and its key in the config file."""
+
+    listen: str = option("127.0.0.1:50051", "address to serve on, host:port")
+    model: str = option(
+        "", "directory of the model: its tokenizer and chat template are used, not its weights"
+    )
+    prefill: str = option("", "addresses of the prefill workers, separated by commas")
+    decode: str = option("", "addresses of the decode workers, separated by commas")
+    redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
+    disaggregate: str = option(
+        "auto",
+        "where prompts are computed: always on a prefill worker, never, or auto (placement decides)",
+        choices=("always", "auto", "never"),
+    )
+    local_prefill_tokens: int = option(
+        16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
+    )
+    max_requests: int = option(256, "requests under way at once; more are refused")
+    max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
+    default_max_tokens: int = option(256, "output tokens of a request that does not say")
+    max_attempts: int = option(3, "times a request is tried when workers fail")
+    recovery_wait_s: float = option(20.0, "seconds a request waits for a worker to come back before it fails")
+    max_buffered_tokens: int = option(1024, "tokens a slow client may leave unread before its request ends")
+    grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
+    log_level: str = option(
+        "info", "least level that is logged", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work."""
+        for name in ("max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not self.model:
+            raise ConfigError("--model is missing: name the directory of a model")
+        if not self.decode_addresses:
+            raise ConfigError("--decode is missing: name at least one decode worker's address")
+        if self.disaggregate == "always" and not self.prefill_addresses:
+            raise ConfigError(
+                "--disaggregate always needs --prefill: name at least one prefill worker's address"
+            )
+
+    @property
+    def mode(self) -> DisaggregateMode:
+        """`disaggregate`, whose values have been checked."""
+        return cast("DisaggregateMode", self.disaggregate)
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        """The prefill workers."""
+        return _split(self.prefill)
+
+    @property
+    def decode_addresses(self) -> tuple[str, ...]:
+        """The decode workers."""
+        return _split(self.decode)
+
+
+def _split(addresses: str) -> tuple[str, ...]:
+    return tuple(address.strip() for address in addresses.split(",") if address.strip())

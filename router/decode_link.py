@@ -1,0 +1,128 @@
+"""The one stream between this router and a decode worker: sequences and cancels go up, tokens come down."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+import grpc
+
+from paceline.core.errors import PacelineError, PeerLostError, SlowConsumerError
+from paceline.core.request import RequestId, SequenceId, SequenceSpec
+from paceline.core.ticket import KvTicket
+from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
+from paceline.runtime.wire import spec_to_proto, ticket_to_proto
+from paceline.v1 import decode_pb2
+from paceline.v1.decode_pb2_grpc import DecodeServiceAsyncStub, DecodeServiceStub
+
+
+class DecodeHandle:
+    """One sequence's events, in order; iteration ends by an error or when the reader has what it wants."""
+
+    def __init__(self, link: "DecodeLink", sequence_id: SequenceId, max_buffered: int) -> None:
+        self._link = link
+        self._sequence_id = sequence_id
+        self._max_buffered = max_buffered
+        self._events: deque[decode_pb2.SequenceEvent] = deque()
+        self._error: PacelineError | None = None
+        self._arrived = asyncio.Event()
+        # Whether the worker has the prompt's KV, and so has given the lease back.
+        self.has_kv = False
+
+    def __aiter__(self) -> "DecodeHandle":
+        return self
+
+    async def __anext__(self) -> decode_pb2.SequenceEvent:
+        while not self._events and self._error is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._error is not None:
+            raise self._error
+        return self._events.popleft()
+
+    def close(self) -> None:
+        """Gives the sequence up at the worker, unless it has ended."""
+        self._link.give_up(self._sequence_id)
+
+    def put(self, event: decode_pb2.SequenceEvent) -> None:
+        """Takes an event. A reader who is too far behind loses the sequence, so that memory stays bounded."""
+        if event.WhichOneof("event") == "failed":
+            self.fail(error_from_reason(event.failed.reason, event.failed.message, self._link.peer))
+            return
+        self.has_kv |= event.WhichOneof("event") == "kv_received"
+        self._events.append(event)
+        self._arrived.set()
+        if len(self._events) > self._max_buffered:
+            self.close()
+            self.fail(
+                SlowConsumerError("the client reads too slowly; read faster or ask for less", retry_after_s=1)
+            )
+
+    def fail(self, error: PacelineError) -> None:
+        """Ends the sequence. What arrived before is dropped: the next attempt computes it again."""
+        self._error = self._error or error
+        self._events.clear()
+        self._arrived.set()
+
+
+class DecodeLink:
+    """The stream to one decode worker, shared by all requests. It is always read, whoever is slow."""
+
+    def __init__(self, channel: grpc.aio.Channel, peer: str, max_buffered: int) -> None:
+        self.peer = peer
+        self._stub: DecodeServiceAsyncStub = DecodeServiceStub(channel)
+        self._max_buffered = max_buffered
+        self._outbox: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
+        self._handles: dict[SequenceId, DecodeHandle] = {}
+
+    async def run(self) -> None:
+        """Carries messages until the stream breaks; then every sequence on it is lost. Raises PacelineError."""
+        error: PacelineError = PeerLostError(f"the stream to {self.peer} has ended")
+        call = self._stub.Decode(self._requests())
+        try:
+            async for response in call:
+                self._take(response)
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error, self.peer)
+        finally:
+            call.cancel()
+            handles, self._handles = self._handles, {}
+            for handle in handles.values():
+                handle.fail(PeerLostError(str(error)))
+        raise error
+
+    def submit(self, spec: SequenceSpec, ticket: KvTicket | None) -> DecodeHandle:
+        """Sends a sequence; without a ticket the worker computes the prompt itself."""
+        context, sequence = spec_to_proto(spec)
+        submit = decode_pb2.Submit(
+            context=context, sequence=sequence, ticket=ticket_to_proto(ticket) if ticket else None
+        )
+        handle = DecodeHandle(self, spec.sequence_id, self._max_buffered)
+        self._handles[spec.sequence_id] = handle
+        self._outbox.put_nowait(decode_pb2.DecodeRequest(submit=submit))
+        return handle
+
+    def give_up(self, sequence_id: SequenceId) -> None:
+        """Cancels a sequence at the worker if it is still under way."""
+        if self._handles.pop(sequence_id, None) is None:
+            return
+        cancel = decode_pb2.Cancel(request_id=sequence_id.request_id, attempt=sequence_id.attempt)
+        self._outbox.put_nowait(decode_pb2.DecodeRequest(cancel=cancel))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences under way."""
+        return len(self._handles)
+
+    async def _requests(self) -> AsyncIterator[decode_pb2.DecodeRequest]:
+        while True:
+            yield await self._outbox.get()
+
+    def _take(self, response: decode_pb2.DecodeResponse) -> None:
+        for event in response.events:
+            sequence_id = SequenceId(RequestId(event.request_id), event.attempt)
+            handle = self._handles.get(sequence_id)
+            if handle is None:  # given up since
+                continue
+            if event.WhichOneof("event") == "failed" or event.tokens.finish_reason:
+                del self._handles[sequence_id]
+            handle.put(event)

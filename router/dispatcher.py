@@ -1,0 +1,301 @@
+"""Carries one request through its workers: the only place that knows prefill comes before decode.
+
+Failure lives here too: whatever is lost, the tokens that the client has seen go into the next attempt as input, and the
+stream goes on where it was.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from paceline.core.block_hash import chain_root, hash_full_blocks
+from paceline.core.clock import Clock, monotonic
+from paceline.core.errors import DrainingError, KvError, NoEndpointError, PeerLostError
+from paceline.core.request import FinishReason, SequenceId, SequenceSpec
+from paceline.core.ticket import KvTicket
+from paceline.prefix_index.index import PrefixIndex
+from paceline.runtime.channels import Channels
+from paceline.runtime.grpc_status import error_from_rpc
+from paceline.runtime.log import get_logger
+from paceline.runtime.wire import finish_reason_from_proto, spec_to_proto, ticket_from_proto
+from paceline.v1 import generation_pb2, inference_pb2, kv_transfer_pb2, prefill_pb2
+from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceAsyncStub, KvTransferServiceStub
+from paceline.v1.prefill_pb2_grpc import PrefillServiceAsyncStub, PrefillServiceStub
+from router.config import RouterConfig
+from router.decode_link import DecodeHandle, DecodeLink
+from router.placement import PromptFacts, Route, WorkerView, place
+from router.timeline import RequestTimeline
+from router.workers import WorkerRegistry
+
+_RELEASE_TIMEOUT_S = 2.0
+# What another attempt may heal. An error of the request itself, or a bug, would only happen again.
+_RETRYABLE = (KvError, PeerLostError, DrainingError)
+
+log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An attempt has its workers; `is_local` means that the decode worker computes the prompt."""
+
+    attempt: int
+    is_local: bool
+    # Why the attempt before it ended; empty for the first.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """More of the prompt is computed."""
+
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The prompt is computed."""
+
+    num_cached_tokens: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The next output tokens, each exactly once over all attempts."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+DispatchEvent = Placed | PromptProgress | PromptComputed | Tokens
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way. `spec.output_ids` of an attempt are the tokens that came before it."""
+
+    spec: SequenceSpec
+    deadline_s: float | None
+    timeline: RequestTimeline
+    output_ids: list[int] = field(default_factory=list)
+
+    def attempt_spec(self, attempt: int, now_s: float) -> SequenceSpec:
+        """What to send to the workers of this attempt."""
+        return replace(
+            self.spec,
+            sequence_id=SequenceId(self.spec.sequence_id.request_id, attempt),
+            output_ids=tuple(self.output_ids),
+            time_budget_s=None if self.deadline_s is None else self.deadline_s - now_s,
+        )
+
+    def accept(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that are new: what was seen is dropped, and a gap means that tokens are lost."""
+        if first_index > len(self.output_ids):
+            raise PeerLostError(f"output token {len(self.output_ids)} is missing")
+        fresh = token_ids[len(self.output_ids) - first_index :]
+        self.output_ids += fresh
+        return fresh
+
+
+class Dispatcher:
+    """Runs requests on the workers of a registry."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        channels: Channels,
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._index = index
+        self._channels = channels
+        self._clock = clock
+        # The loop itself holds tasks only weakly.
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
+        """Events until the last token; close the generator to give the request up. Raises PacelineError."""
+        reason = ""
+        for attempt in range(self._config.max_attempts):
+            try:
+                async with aclosing(self._attempt(job, attempt, reason)) as events:
+                    async for event in events:
+                        yield event
+            except _RETRYABLE as error:
+                if attempt + 1 == self._config.max_attempts or self._is_late(job):
+                    raise
+                reason = error.reason
+                request_id = job.spec.sequence_id.request_id
+                log.warning(
+                    "attempt_failed", request_id=request_id, attempt=attempt, reason=reason, error=str(error)
+                )
+            else:
+                return
+
+    async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
+        route = await self._route(job, patient=attempt > 0)
+        job.timeline.note_dispatch()
+        job.timeline.decode_worker = route.decode.key.worker_id
+        job.timeline.prefill_worker = (route.prefill or route.decode).key.worker_id
+        spec = job.attempt_spec(attempt, self._clock())
+        yield Placed(attempt, is_local=route.prefill is None, reason=reason)
+        link = self._registry.link(route.decode.key)
+        if link is None:
+            raise PeerLostError(f"{route.decode.key.worker_id} has just gone")
+        if route.prefill is None:
+            events = self._local(job, spec, route.decode, link)
+        else:
+            events = self._disaggregated(job, spec, route.prefill, link)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def _local(
+        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink
+    ) -> AsyncGenerator[DispatchEvent, None]:
+        """The decode worker computes the prompt itself."""
+        handle = link.submit(spec, ticket=None)
+        try:
+            with self._registry.assign(worker.key, len(spec.known_ids)):
+                async for event in self._decoded(job, handle):
+                    yield event
+        finally:
+            handle.close()
+
+    async def _disaggregated(
+        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink
+    ) -> AsyncGenerator[DispatchEvent, None]:
+        """The prefill worker computes the prompt, the decode worker pulls its blocks meanwhile and goes on."""
+        ticket: KvTicket | None = None
+        handle: DecodeHandle | None = None
+        num_cached = 0
+        try:
+            async with aclosing(self._prefill(spec, worker)) as responses:
+                async for response in responses:
+                    match response.WhichOneof("event"):
+                        case "started":
+                            job.timeline.worker_queue_s += response.started.queued_s
+                            num_cached = response.started.cached_tokens
+                            ticket = ticket_from_proto(response.started.ticket)
+                            handle = link.submit(spec, ticket)
+                        case "progress":
+                            yield PromptProgress(response.progress.computed_tokens)
+                        case "result":
+                            yield PromptComputed(num_cached, worker.key.worker_id)
+                            first = response.result.first_token
+                            yield self._accept(
+                                job, len(spec.output_ids), (first.token_id,), first.finish_reason
+                            )
+                            if first.finish_reason:
+                                return
+            if handle is None:
+                raise PeerLostError(f"{worker.key.worker_id} ended a prefill without a result")
+            async for event in self._decoded(job, handle):
+                yield event
+        finally:
+            if handle is not None:
+                handle.close()
+            if ticket is not None and (handle is None or not handle.has_kv):
+                self._release(ticket)
+
+    async def _prefill(
+        self, spec: SequenceSpec, worker: WorkerView
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        context, sequence = spec_to_proto(spec)
+        request = prefill_pb2.PrefillRequest(context=context, sequence=sequence)
+        stub: PrefillServiceAsyncStub = PrefillServiceStub(self._channels.get(worker.address))
+        call = stub.Prefill(request, timeout=spec.time_budget_s)
+        try:
+            with self._registry.assign(worker.key, len(spec.known_ids)):
+                async for response in call:
+                    yield response
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, worker.key.worker_id) from error
+        finally:
+            call.cancel()
+
+    async def _decoded(self, job: Job, handle: DecodeHandle) -> AsyncGenerator[DispatchEvent, None]:
+        """What the decode worker says, until the last token."""
+        async for event in handle:
+            match event.WhichOneof("event"):
+                case "started":
+                    job.timeline.worker_queue_s += event.started.queued_s
+                    yield PromptComputed(event.started.cached_tokens, job.timeline.decode_worker)
+                case "kv_received":
+                    received = event.kv_received
+                    job.timeline.note_transfer(received.num_blocks, received.num_bytes, received.duration_s)
+                case "tokens":
+                    job.timeline.num_preemptions = event.tokens.num_preemptions
+                    tokens = event.tokens
+                    yield self._accept(job, tokens.first_index, tuple(tokens.token_ids), tokens.finish_reason)
+                    if tokens.finish_reason:
+                        return
+
+    def _accept(
+        self, job: Job, first_index: int, token_ids: tuple[int, ...], reason: generation_pb2.FinishReason
+    ) -> Tokens:
+        fresh = job.accept(first_index, token_ids)
+        job.timeline.note_tokens()
+        return Tokens(fresh, finish_reason_from_proto(reason))
+
+    # -- choosing workers
+
+    async def _route(self, job: Job, *, patient: bool) -> Route:
+        """Places an attempt. A patient one waits for a worker to come back, for a while."""
+        if not patient:
+            return await self._place(job)
+        try:
+            async with asyncio.timeout(self._config.recovery_wait_s):
+                while True:
+                    # Taken before the look: who comes or goes after it still wakes us.
+                    changed = self._registry.changed
+                    with suppress(NoEndpointError):
+                        return await self._place(job)
+                    await changed.wait()
+        except TimeoutError:
+            raise NoEndpointError(f"no worker came back within {self._config.recovery_wait_s:g} s") from None
+
+    async def _place(self, job: Job) -> Route:
+        served = self._registry.served
+        if served is None:
+            raise NoEndpointError("no worker is there; start some or wait until they are up")
+        token_ids = job.spec.prompt_ids + tuple(job.output_ids)
+        block_size = served.fingerprint.block_size
+        held = {}
+        if not job.spec.bypass_cache:
+            root = chain_root(served.fingerprint.digest(), job.spec.cache_scope)
+            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size))
+        return place(
+            PromptFacts(len(token_ids), block_size, held),
+            self._registry.views(inference_pb2.WORKER_ROLE_PREFILL),
+            self._registry.views(inference_pb2.WORKER_ROLE_DECODE),
+            self._config.mode,
+            self._config.local_prefill_tokens,
+        )
+
+    def _is_late(self, job: Job) -> bool:
+        return job.deadline_s is not None and job.deadline_s <= self._clock()
+
+    # -- giving leases back
+
+    def _release(self, ticket: KvTicket) -> None:
+        """Ends a lease that no decode worker has confirmed; in the background, since nobody waits for it."""
+        task = asyncio.create_task(self._release_lease(ticket))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release_lease(self, ticket: KvTicket) -> None:
+        request = kv_transfer_pb2.ReleaseLeasesRequest(
+            lease_ids=[ticket.lease_id], boot_epoch=ticket.boot_epoch
+        )
+        stub: KvTransferServiceAsyncStub = KvTransferServiceStub(self._channels.get(ticket.owner_address))
+        # If this fails, the lease's own clock ends it.
+        with suppress(grpc.aio.AioRpcError):
+            await stub.ReleaseLeases(request, timeout=_RELEASE_TIMEOUT_S)

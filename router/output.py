@@ -1,0 +1,139 @@
+"""What the client of one request is told: the dispatcher's events as responses, with text in place of tokens."""
+
+from paceline.core.request import FinishReason, StopConditions
+from paceline.runtime.wire import finish_reason_to_proto
+from paceline.v1 import inference_pb2
+from router.detokenizer import Detokenizer
+from router.dispatcher import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
+from router.timeline import RequestTimeline
+from router.tokenizer import Tokenizer
+
+_Response = inference_pb2.GenerateResponse
+
+
+class OutputStream:
+    """Numbers the responses, holds text back where a stop string may be coming, and counts what was used."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stopping: StopConditions,
+        timeline: RequestTimeline,
+        *,
+        request_id: str,
+        num_prompt_tokens: int,
+        queue_position: int,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, stopping.stop, include_stop=stopping.include_stop)
+        self._stopping = stopping
+        self._timeline = timeline
+        self._request_id = request_id
+        self._num_prompt_tokens = num_prompt_tokens
+        self._queue_position = queue_position
+        self._num_cached_tokens: int | None = None
+        self._num_responses = 0
+        self.num_output_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def take(self, event: DispatchEvent) -> list[_Response]:
+        """The responses that an event gives; after the last one `finish_reason` is set."""
+        match event:
+            case Placed():
+                return [self._placed(event)]
+            case PromptProgress():
+                progress = inference_pb2.Progress(
+                    computed_tokens=event.num_computed_tokens, prompt_tokens=self._num_prompt_tokens
+                )
+                return [self._response(progress=progress)]
+            case PromptComputed():
+                return self._prompt_computed(event)
+            case Tokens():
+                return self._tokens(event)
+
+    def _placed(self, event: Placed) -> _Response:
+        if event.attempt > 0:
+            return self._response(migrated=inference_pb2.Migrated(attempt=event.attempt, reason=event.reason))
+        mode = inference_pb2.MODE_LOCAL if event.is_local else inference_pb2.MODE_DISAGGREGATED
+        accepted = inference_pb2.Accepted(
+            request_id=self._request_id, mode=mode, queue_position=self._queue_position
+        )
+        return self._response(accepted=accepted)
+
+    def _prompt_computed(self, event: PromptComputed) -> list[_Response]:
+        # Later attempts compute the prompt again; for the client it happened once.
+        if self._num_cached_tokens is not None:
+            return []
+        self._num_cached_tokens = event.num_cached_tokens
+        done = inference_pb2.PrefillDone(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=event.num_cached_tokens,
+            prefill_worker=event.worker,
+        )
+        return [self._response(prefill_done=done)]
+
+    def _tokens(self, event: Tokens) -> list[_Response]:
+        if not event.token_ids:
+            return []
+        # The token that ends the output is no part of its text, unless the client wants to see it.
+        ends_hidden = (
+            event.finish_reason in (FinishReason.STOP, FinishReason.EOS) and not self._stopping.include_stop
+        )
+        shown = event.token_ids[:-1] if ends_hidden else event.token_ids
+        delta = self._detokenizer.push(shown)
+        if delta.matched_stop is not None:
+            token_ids = event.token_ids[: delta.num_tokens]
+            return [
+                *self._delta(delta.text, token_ids),
+                self._finish(FinishReason.STOP, stop=delta.matched_stop),
+            ]
+        if event.finish_reason is None:
+            return self._delta(delta.text, event.token_ids)
+        stop_token_id = event.token_ids[-1] if event.finish_reason is FinishReason.STOP else None
+        return [
+            *self._delta(delta.text + self._detokenizer.flush(), event.token_ids),
+            self._finish(event.finish_reason, stop_token_id=stop_token_id),
+        ]
+
+    def _delta(self, text: str, token_ids: tuple[int, ...]) -> list[_Response]:
+        self.num_output_tokens += len(token_ids)
+        return [self._response(delta=inference_pb2.Delta(text=text, token_ids=token_ids))]
+
+    def _finish(
+        self, reason: FinishReason, *, stop: str | None = None, stop_token_id: int | None = None
+    ) -> _Response:
+        self.finish_reason = reason
+        usage = inference_pb2.Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens or 0,
+            output_tokens=self.num_output_tokens,
+        )
+        finish = inference_pb2.Finish(
+            reason=finish_reason_to_proto(reason),
+            stop=stop,
+            stop_token_id=stop_token_id,
+            usage=usage,
+            timeline=self._timeline.to_proto(),
+        )
+        return self._response(finish=finish)
+
+    def _response(
+        self,
+        *,
+        accepted: inference_pb2.Accepted | None = None,
+        prefill_done: inference_pb2.PrefillDone | None = None,
+        delta: inference_pb2.Delta | None = None,
+        progress: inference_pb2.Progress | None = None,
+        migrated: inference_pb2.Migrated | None = None,
+        finish: inference_pb2.Finish | None = None,
+    ) -> _Response:
+        response = _Response(
+            seq=self._num_responses,
+            accepted=accepted,
+            prefill_done=prefill_done,
+            delta=delta,
+            progress=progress,
+            migrated=migrated,
+            finish=finish,
+        )
+        self._num_responses += 1
+        return response

@@ -1,0 +1,86 @@
+"""Chooses the workers of a request: small functions on plain data, without clock, network or state."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.core.errors import NoEndpointError
+from paceline.core.prefix import WorkerKey
+
+DisaggregateMode = Literal["always", "auto", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What placement knows of a worker: who it is, its last load report, and what was sent to it since."""
+
+    key: WorkerKey
+    address: str
+    num_blocks: int
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    num_pending_tokens: int
+    draining: bool
+    # Tokens of requests that this router has sent there and that are not computed yet; reports lag behind these.
+    num_assigned_tokens: int
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to be computed before a new request's turn; the higher of what is reported and what was sent."""
+        return max(self.num_pending_tokens, self.num_assigned_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFacts:
+    """What placement knows of a request: its length, and how many leading blocks of it each worker holds."""
+
+    num_tokens: int
+    block_size: int
+    held_blocks: Mapping[WorkerKey, int]
+
+    def num_uncached_tokens(self, worker: WorkerView) -> int:
+        """Tokens that this worker would have to compute."""
+        return self.num_tokens - self.block_size * self.held_blocks.get(worker.key, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes; without a prefill worker the decode worker computes the prompt itself."""
+
+    prefill: WorkerView | None
+    decode: WorkerView
+
+
+def place(
+    prompt: PromptFacts,
+    prefill: Sequence[WorkerView],
+    decode: Sequence[WorkerView],
+    mode: DisaggregateMode,
+    local_prefill_tokens: int,
+) -> Route:
+    """The route of one request; raises NoEndpointError when a tier that it needs has nobody who takes requests."""
+    prefill_taking = [worker for worker in prefill if not worker.draining]
+    decode_taking = [worker for worker in decode if not worker.draining]
+    if not decode_taking:
+        raise NoEndpointError("no decode worker is there; start one or wait until it is up")
+    if mode == "always" and not prefill_taking:
+        raise NoEndpointError("no prefill worker is there; start one, or use --disaggregate auto")
+    chosen = min(decode_taking, key=lambda worker: decode_cost(prompt, worker))
+    is_short = prompt.num_uncached_tokens(chosen) <= local_prefill_tokens
+    if mode == "never" or not prefill_taking or (mode == "auto" and is_short):
+        return Route(None, chosen)
+    return Route(min(prefill_taking, key=lambda worker: prefill_cost(prompt, worker)), chosen)
+
+
+def prefill_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[int, WorkerKey]:
+    """Tokens to compute until this prompt is done there. Equal costs go to the same worker, so that prefixes gather."""
+    return worker.num_queued_tokens + prompt.num_uncached_tokens(worker), worker.key
+
+
+def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, int, int, WorkerKey]:
+    """First whether the prompt has to wait for room, then the batch it joins, then what has to travel there."""
+    held = prompt.held_blocks.get(worker.key, 0)
+    missing_blocks = -(-prompt.num_tokens // prompt.block_size) - held
+    has_no_room = worker.num_free_blocks < missing_blocks
+    return has_no_room, worker.num_running + worker.num_waiting, missing_blocks, worker.key

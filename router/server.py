@@ -1,0 +1,103 @@
+"""The router process from its settings to its end: find workers, serve, drain."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from paceline.prefix_index.index import PrefixIndex
+from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from paceline.prefix_index.redis_index import RedisPrefixIndex
+from paceline.runtime.channels import Channels
+from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.server import GrpcServer, run_service
+from paceline.v1 import inference_pb2
+from router.admission import AdmissionController
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher
+from router.service import SERVICE_NAME, InferenceServicer
+from router.tokenizer import Tokenizer, keep_torch_out
+from router.workers import WorkerRegistry
+
+# The public limit is on the prompt; this only keeps a request over that limit from being cut off without a reason.
+_MAX_RECEIVE_BYTES = 16 << 20
+_DRAIN_LOOK_S = 0.05
+
+log = get_logger()
+
+
+def run_router(config: RouterConfig) -> int:
+    """Runs a router until SIGTERM or SIGINT; gives the exit status."""
+    configure_logging("router", "router", config.log_level)
+    keep_torch_out()
+    return run_service(lambda stop: _serve(config, stop))
+
+
+async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
+    tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
+    server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
+    admission = AdmissionController(config.max_requests)
+    async with _registry(config) as registry, _index(config) as index:
+        dispatcher = Dispatcher(config, registry, index, registry.channels)
+        InferenceServicer(config, tokenizer, registry, index, admission, dispatcher).add_to(server.grpc)
+        await server.start([SERVICE_NAME])
+        readiness = asyncio.create_task(_report_readiness(config, server, registry))
+        log.info("listening", address=config.listen)
+        await stop.wait()
+        readiness.cancel()
+        await _shut_down(server, admission, config.grace_s)
+    tokenizer.close()
+
+
+@asynccontextmanager
+async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
+    """The workers, watched until the end of the block."""
+    registry = WorkerRegistry(Channels(), config.max_buffered_tokens)
+    tiers = (
+        (config.prefill_addresses, inference_pb2.WORKER_ROLE_PREFILL),
+        (config.decode_addresses, inference_pb2.WORKER_ROLE_DECODE),
+    )
+    watching = [
+        asyncio.create_task(registry.watch(address, role))
+        for addresses, role in tiers
+        for address in addresses
+    ]
+    try:
+        yield registry
+    finally:
+        for watch in watching:
+            watch.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await registry.channels.aclose()
+
+
+@asynccontextmanager
+async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
+    index = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
+    try:
+        yield index
+    finally:
+        await index.aclose()
+
+
+async def _report_readiness(config: RouterConfig, server: GrpcServer, registry: WorkerRegistry) -> None:
+    """Serving while each configured tier has somebody in it."""
+    while True:
+        changed = registry.changed
+        has_decode = bool(registry.views(inference_pb2.WORKER_ROLE_DECODE))
+        has_prefill = bool(registry.views(inference_pb2.WORKER_ROLE_PREFILL)) or not config.prefill_addresses
+        await server.set_serving(serving=has_decode and has_prefill)
+        await changed.wait()
+
+
+async def _shut_down(server: GrpcServer, admission: AdmissionController, grace_s: float) -> None:
+    log.info("draining", grace_s=grace_s)
+    admission.close()
+    await server.set_serving(serving=False)
+    # The server itself would refuse new calls with a status that says nothing; this way they hear DRAINING.
+    for _ in range(int(grace_s / _DRAIN_LOOK_S)):
+        if admission.stats().num_active == 0:
+            break
+        await asyncio.sleep(_DRAIN_LOOK_S)
+    await server.stop(grace_s=0.5)
+    log.info("stopped")

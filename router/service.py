@@ -1,0 +1,219 @@
+"""InferenceService: turns messages into requests or refuses them, and streams what comes of them."""
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from paceline.core.clock import monotonic
+from paceline.core.errors import (
+    BadStopError,
+    DeadlineError,
+    InvariantError,
+    NoEndpointError,
+    PacelineError,
+    PromptTooLongError,
+)
+from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec
+from paceline.prefix_index.index import PrefixIndex
+from paceline.runtime.grpc_status import abort_with
+from paceline.runtime.log import get_logger
+from paceline.runtime.version import VERSION
+from paceline.runtime.wire import parse_generate, parse_tokenize
+from paceline.v1 import inference_pb2
+from router.admission import AdmissionController
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher, Job
+from router.output import OutputStream
+from router.timeline import RequestTimeline
+from router.tokenizer import Tokenizer
+from router.workers import ServedModel, WorkerRegistry
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+log = get_logger()
+
+
+class InferenceServicer:
+    """The public handlers. Generate and Tokenize get raw bytes, so that text that is not UTF-8 has a proper error."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        admission: AdmissionController,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._registry = registry
+        self._index = index
+        self._admission = admission
+        self._dispatcher = dispatcher
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Puts the service on a server."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=inference_pb2.GenerateResponse.SerializeToString
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                self.Tokenize, response_serializer=inference_pb2.TokenizeResponse.SerializeToString
+            ),
+            "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+                self.GetServerInfo, response_serializer=inference_pb2.GetServerInfoResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    async def Generate(self, raw: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Generates from one prompt."""
+        request_id = RequestId(secrets.token_hex(16))
+        try:
+            async with aclosing(self._generate(raw, request_id, context.time_remaining())) as responses:
+                async for response in responses:
+                    yield response
+        except PacelineError as error:
+            log.info("request_refused", request_id=request_id, reason=error.reason)
+            await abort_with(context, error)
+        except Exception as error:
+            log.exception("request_failed", request_id=request_id)
+            bug = InvariantError(
+                f"unexpected {type(error).__name__}; a bug, logged with request {request_id}"
+            )
+            await abort_with(context, bug)
+
+    async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
+        """Turns text or a chat into token ids."""
+        try:
+            limits = self._limits(self._require_served())
+            token_ids = await self._tokenizer.aencode(parse_tokenize(raw, limits))
+            return inference_pb2.TokenizeResponse(
+                token_ids=token_ids, max_prompt_tokens=limits.max_prompt_tokens
+            )
+        except PacelineError as error:
+            await abort_with(context, error)
+
+    async def GetServerInfo(self, raw: bytes, context: _Context) -> inference_pb2.GetServerInfoResponse:
+        """Says what is served."""
+        try:
+            served = self._require_served()
+        except PacelineError as error:
+            await abort_with(context, error)
+        limits = self._limits(served)
+        return inference_pb2.GetServerInfoResponse(
+            model_id=served.model_id,
+            fingerprint=served.fingerprint.digest().hex(),
+            version=VERSION,
+            limits=inference_pb2.Limits(
+                max_prompt_bytes=limits.max_prompt_bytes,
+                max_prompt_tokens=limits.max_prompt_tokens,
+                max_output_tokens=limits.max_output_tokens,
+                max_model_tokens=limits.max_model_tokens,
+                max_n=limits.max_n,
+                max_stop_count=limits.max_stop_count,
+                max_stop_chars=limits.max_stop_chars,
+            ),
+            index_mode=self._index.mode,
+            limiter_mode="none",
+            workers=self._registry.infos(),
+        )
+
+    async def _generate(
+        self, raw: bytes, request_id: RequestId, time_remaining_s: float | None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        timeline = RequestTimeline()
+        with self._admission.admit() as position:
+            limits = self._limits(self._require_served())
+            request = parse_generate(raw, limits)
+            prompt_ids = await self._tokenizer.aencode(request.prompt)
+            job = self._job(request, request_id, prompt_ids, limits, timeline)
+            job.deadline_s = None if time_remaining_s is None else timeline.received_s + time_remaining_s
+            if job.deadline_s is not None and job.deadline_s <= monotonic():
+                raise DeadlineError("queued")
+            output = OutputStream(
+                self._tokenizer,
+                request.stopping,
+                timeline,
+                request_id=request_id,
+                num_prompt_tokens=len(prompt_ids),
+                queue_position=position,
+            )
+            try:
+                async with aclosing(self._dispatcher.run(job)) as events:
+                    async for event in events:
+                        for response in output.take(event):
+                            yield response
+                        if output.finish_reason is not None:
+                            return
+            finally:
+                _log_end(job, output, request)
+
+    def _job(
+        self,
+        request: Request,
+        request_id: RequestId,
+        prompt_ids: tuple[int, ...],
+        limits: RequestLimits,
+        timeline: RequestTimeline,
+    ) -> Job:
+        num_prompt = len(prompt_ids)
+        if num_prompt > limits.max_prompt_tokens:
+            raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
+        num_left = limits.max_model_tokens - num_prompt
+        max_tokens = request.stopping.max_tokens
+        if max_tokens is not None and max_tokens > num_left:
+            raise BadStopError(
+                "stopping.max_tokens",
+                f"is {max_tokens}; after this prompt of {num_prompt} tokens {num_left} fit",
+            )
+        spec = SequenceSpec(
+            sequence_id=SequenceId(request_id, 0),
+            prompt_ids=prompt_ids,
+            sampling=request.sampling,
+            max_tokens=max_tokens or min(self._config.default_max_tokens, num_left),
+            stop_token_ids=request.stopping.stop_token_ids,
+            ignore_eos=request.stopping.ignore_eos,
+            bypass_cache=request.bypass_cache,
+        )
+        return Job(spec, None, timeline)
+
+    def _require_served(self) -> ServedModel:
+        served = self._registry.served
+        if served is None:
+            raise NoEndpointError("no worker is there; start some or wait until they are up")
+        return served
+
+    def _limits(self, served: ServedModel) -> RequestLimits:
+        return RequestLimits(
+            max_model_tokens=served.max_model_tokens,
+            max_output_tokens=served.max_model_tokens - 1,
+            max_prompt_bytes=self._config.max_prompt_bytes,
+        )
+
+
+def _log_end(job: Job, output: OutputStream, request: Request) -> None:
+    """One line a request: facts, never text."""
+    timeline = job.timeline.to_proto()
+    log.info(
+        "request_done",
+        request_id=job.spec.sequence_id.request_id,
+        client_request_id=request.client_request_id[:64],
+        finish_reason=output.finish_reason.value if output.finish_reason else "cancelled",
+        num_prompt_tokens=len(job.spec.prompt_ids),
+        num_output_tokens=output.num_output_tokens,
+        prefill_worker=timeline.prefill_worker,
+        decode_worker=timeline.decode_worker,
+        attempts=timeline.attempts,
+        queued_s=round(timeline.queued_s, 4),
+        prefill_s=round(timeline.prefill_s, 4),
+        transfer_s=round(timeline.transfer_s, 4),
+        decode_s=round(timeline.decode_s, 4),
+        kv_bytes=timeline.kv_bytes,
+    )

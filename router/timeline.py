@@ -1,0 +1,61 @@
+"""The life of one request, noted as it happens and reported once, at its end."""
+
+from dataclasses import dataclass, field
+
+from paceline.core.clock import Clock, monotonic
+from paceline.v1 import inference_pb2
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """Seconds on the router's clock, and what the workers said about their part."""
+
+    clock: Clock = monotonic
+    received_s: float = field(init=False)
+    dispatched_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    worker_queue_s: float = 0.0
+    transfer_s: float = 0.0
+    num_preemptions: int = 0
+    kv_bytes: int = 0
+    kv_blocks: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    num_attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self.received_s = self.clock()
+
+    def note_dispatch(self) -> None:
+        """An attempt begins."""
+        self.num_attempts += 1
+        self.dispatched_s = self.dispatched_s or self.clock()
+
+    def note_tokens(self) -> None:
+        """Tokens have come."""
+        self.last_token_s = self.clock()
+        self.first_token_s = self.first_token_s or self.last_token_s
+
+    def note_transfer(self, num_blocks: int, num_bytes: int, duration_s: float) -> None:
+        """A hand-over is complete."""
+        self.kv_blocks += num_blocks
+        self.kv_bytes += num_bytes
+        self.transfer_s += duration_s
+
+    def to_proto(self) -> inference_pb2.Timeline:
+        """The public form."""
+        dispatched_s = self.dispatched_s or self.received_s
+        first_s = self.first_token_s or dispatched_s
+        return inference_pb2.Timeline(
+            queued_s=dispatched_s - self.received_s + self.worker_queue_s,
+            prefill_s=max(0.0, first_s - dispatched_s - self.worker_queue_s),
+            transfer_s=self.transfer_s,
+            decode_s=(self.last_token_s or first_s) - first_s,
+            preemptions=self.num_preemptions,
+            kv_bytes=self.kv_bytes,
+            kv_blocks=self.kv_blocks,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            attempts=self.num_attempts,
+        )

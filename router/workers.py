@@ -1,0 +1,204 @@
+"""The workers that this router sees: found by address, known by their own words, gone when their stream breaks."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from paceline.core.errors import FingerprintMismatchError, PacelineError
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.prefix import WorkerKey
+from paceline.core.request import BootEpoch, WorkerId
+from paceline.runtime.channels import Channels
+from paceline.runtime.grpc_status import error_from_rpc
+from paceline.runtime.log import get_logger
+from paceline.runtime.wire import fingerprint_from_proto
+from paceline.v1 import inference_pb2, worker_pb2
+from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub, WorkerServiceStub
+from router.decode_link import DecodeLink
+from router.placement import WorkerView
+
+_INFO_TIMEOUT_S = 5.0
+_RETRY_EVERY_S = 0.25
+
+log = get_logger()
+
+
+@dataclass(slots=True)
+class _Known:
+    """A worker that is there."""
+
+    address: str
+    info: worker_pb2.GetInfoResponse
+    load: worker_pb2.WatchLoadResponse
+    link: DecodeLink | None
+    num_assigned_tokens: int = 0
+
+    @property
+    def key(self) -> WorkerKey:
+        return WorkerKey(WorkerId(self.info.worker_id), BootEpoch(self.info.boot_epoch))
+
+    def view(self) -> WorkerView:
+        return WorkerView(
+            key=self.key,
+            address=self.address,
+            num_blocks=self.info.num_blocks,
+            num_free_blocks=self.load.num_free_blocks,
+            num_running=self.load.num_running,
+            num_waiting=self.load.num_waiting,
+            num_pending_tokens=self.load.num_pending_tokens,
+            draining=self.load.draining,
+            num_assigned_tokens=self.num_assigned_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What all known workers serve, and the lengths that the smallest of them allows."""
+
+    model_id: str
+    fingerprint: ModelFingerprint
+    vocab_size: int
+    max_model_tokens: int
+
+
+@dataclass(slots=True)
+class WorkerRegistry:
+    """Owned by the router's event loop. Losing Redis removes nobody; only a broken stream does."""
+
+    channels: Channels
+    max_buffered_tokens: int
+    _known: dict[WorkerKey, _Known] = field(default_factory=dict)
+    # Set, and replaced by a new one, when a worker has come or gone.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def watch(self, address: str, role: inference_pb2.WorkerRole) -> None:
+        """Follows the worker at `address` for ever: while it is there, while it is away, when it comes back."""
+        complaint = ""
+        while True:
+            try:
+                await self._follow(address, role)
+            except PacelineError as error:
+                # A worker that stays away is one line in the log, not one every quarter of a second.
+                if str(error) != complaint:
+                    log.warning("worker_unreachable", address=address, reason=error.reason, error=str(error))
+                complaint = str(error)
+            await asyncio.sleep(_RETRY_EVERY_S)
+
+    def views(self, role: inference_pb2.WorkerRole) -> list[WorkerView]:
+        """The workers of one tier."""
+        return [known.view() for known in self._known.values() if known.info.role == role]
+
+    def infos(self) -> list[inference_pb2.WorkerInfo]:
+        """All workers, for GetServerInfo."""
+        return [
+            inference_pb2.WorkerInfo(
+                worker_id=known.info.worker_id,
+                role=known.info.role,
+                num_blocks=known.info.num_blocks,
+                num_free_blocks=known.load.num_free_blocks,
+                num_running=known.load.num_running,
+                num_waiting=known.load.num_waiting,
+            )
+            for known in self._known.values()
+        ]
+
+    def link(self, key: WorkerKey) -> DecodeLink | None:
+        """The stream to a decode worker; None if it is gone."""
+        known = self._known.get(key)
+        return known.link if known else None
+
+    @property
+    def served(self) -> ServedModel | None:
+        """What is served; None while nobody is there."""
+        if not self._known:
+            return None
+        infos = [known.info for known in self._known.values()]
+        return ServedModel(
+            model_id=infos[0].model_id,
+            fingerprint=fingerprint_from_proto(infos[0].fingerprint),
+            vocab_size=infos[0].vocab_size,
+            max_model_tokens=min(info.max_model_tokens for info in infos),
+        )
+
+    @contextmanager
+    def assign(self, key: WorkerKey, num_tokens: int) -> Iterator[None]:
+        """Counts tokens as on their way to a worker, until its own report is the better source."""
+        known = self._known.get(key)
+        if known is None:
+            yield
+            return
+        known.num_assigned_tokens += num_tokens
+        try:
+            yield
+        finally:
+            known.num_assigned_tokens -= num_tokens
+
+    async def _follow(self, address: str, role: inference_pb2.WorkerRole) -> None:
+        stub: WorkerServiceAsyncStub = WorkerServiceStub(self.channels.get(address))
+        try:
+            info = await stub.GetInfo(
+                worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=False
+            )
+            self._require_fit(info, role, address)
+            await self._follow_known(stub, address, info)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, address) from error
+
+    async def _follow_known(
+        self, stub: WorkerServiceAsyncStub, address: str, info: worker_pb2.GetInfoResponse
+    ) -> None:
+        """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
+        link, carrying = None, None
+        if info.role == inference_pb2.WORKER_ROLE_DECODE:
+            link = DecodeLink(self.channels.get(address), info.worker_id, self.max_buffered_tokens)
+            carrying = asyncio.create_task(link.run())
+        call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
+        if carrying is not None:
+            carrying.add_done_callback(lambda _: call.cancel())
+        try:
+            async for load in call:
+                self._update(address, info, load, link)
+        finally:
+            call.cancel()
+            self._remove(info)
+            if carrying is not None:
+                carrying.cancel()
+                with suppress(PacelineError, asyncio.CancelledError):
+                    await carrying
+
+    def _update(
+        self,
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        load: worker_pb2.WatchLoadResponse,
+        link: DecodeLink | None,
+    ) -> None:
+        fresh = _Known(address, info, load, link)
+        known = self._known.setdefault(fresh.key, fresh)
+        known.load = load
+        if known is fresh:
+            log.info("worker_found", peer=info.worker_id, address=address, num_blocks=info.num_blocks)
+            self._notify()
+
+    def _remove(self, info: worker_pb2.GetInfoResponse) -> None:
+        key = WorkerKey(WorkerId(info.worker_id), BootEpoch(info.boot_epoch))
+        if self._known.pop(key, None) is not None:
+            log.warning("worker_lost", peer=info.worker_id)
+            self._notify()
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _require_fit(
+        self, info: worker_pb2.GetInfoResponse, role: inference_pb2.WorkerRole, address: str
+    ) -> None:
+        if info.role != role:
+            names = inference_pb2.WorkerRole.Name(role), inference_pb2.WorkerRole.Name(info.role)
+            raise FingerprintMismatchError(f"role of the worker at {address}", *names)
+        served = self.served
+        if served is not None:
+            served.fingerprint.require_same(fingerprint_from_proto(info.fingerprint))
