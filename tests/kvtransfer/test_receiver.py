@@ -131,9 +131,7 @@ async def test_a_release_that_is_not_valid_is_not_a_success() -> None:
     """The receiver commits on VALID alone, whatever arrived."""
     bench = Bench()
     messages = [message async for message in bench.local.pull(bench.ticket, [])]
-    receiver = KVReceiver(
-        ScriptedTransport(messages, state=LeaseState.EXPIRED), bench.store, FINGERPRINT
-    )
+    receiver = KVReceiver(ScriptedTransport(messages, state=LeaseState.EXPIRED), bench.store, FINGERPRINT)
     with pytest.raises(LeaseExpiredError):
         await receiver.receive(bench.ticket, RESERVED, 0)
 
