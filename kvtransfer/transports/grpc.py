@@ -1,6 +1,7 @@
 """A hand-over over gRPC: works between any two workers that reach each other."""
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -14,7 +15,11 @@ from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.wire import fingerprint_to_proto
 from paceline.v1 import kv_transfer_pb2
-from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceAsyncStub, KvTransferServiceStub
+from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
+
+if TYPE_CHECKING:
+    # The generated stubs have this name for the type checker only.
+    from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceAsyncStub
 
 
 class GrpcTransport:
@@ -74,7 +79,7 @@ class GrpcTransport:
             raise _kv_error(error, ticket) from error
         return _only_state(response.states)
 
-    def _stub(self, ticket: KvTicket) -> KvTransferServiceAsyncStub:
+    def _stub(self, ticket: KvTicket) -> "KvTransferServiceAsyncStub":
         return KvTransferServiceStub(self._channels.get(ticket.owner_address))
 
 

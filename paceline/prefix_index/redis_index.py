@@ -174,6 +174,9 @@ def _connect(url: str, budget_s: float) -> Redis:
         socket_connect_timeout=budget_s,
         # By default the client tries again with back-off, long past any budget.
         retry=Retry(NoBackoff(), 0),
+        # Nothing is said before the first command: a new connection costs no round trip of its own.
+        protocol=2,
+        driver_info=None,
     )
     return Redis(connection_pool=pool)
 
