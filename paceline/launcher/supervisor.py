@@ -130,6 +130,13 @@ class Supervisor:
     def guard(self) -> None:
         """From now on a process that dies is started again."""
         self._guards = [asyncio.create_task(self._keep(name)) for name in self._processes]
+        for guard in self._guards:
+            guard.add_done_callback(self._guard_ended)
+
+    def _guard_ended(self, guard: "asyncio.Task[None]") -> None:
+        """A guard that cannot go on (no process left to fork, no place to log) ends the cluster, loudly."""
+        if not guard.cancelled() and (error := guard.exception()) and not self._lost.done():
+            self._lost.set_exception(error)
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a process a deadly signal, as a test of what the others do."""

@@ -164,3 +164,9 @@ async def test_an_unreachable_redis_is_refused(model_dir: Path) -> None:
     """Nothing is started when the Redis that was asked for does not answer."""
     with pytest.raises(ConfigError, match="no Redis answers at"):
         await LocalCluster(_config(redis="redis://127.0.0.1:1"), model_dir).start()
+
+
+async def test_a_log_directory_that_cannot_be_is_refused(model_dir: Path) -> None:
+    """A place where no log can be kept is named, and nothing is started."""
+    with pytest.raises(ConfigError, match="cannot keep logs in"):
+        await LocalCluster(_config(log_dir=str(model_dir / "config.json" / "logs")), model_dir).start()

@@ -113,6 +113,16 @@ async def test_restarting_has_an_end(bench: _Bench) -> None:
     assert sum("starting it again" in line for line in bench.said) == 3
 
 
+async def test_a_restart_that_cannot_be_is_not_silent(bench: _Bench) -> None:
+    """When a process cannot even be started again, whoever waits for the cluster's end is told."""
+    await bench.supervisor.start([bench.spec("a", _SERVES)], timeout_s=10)
+    bench.supervisor._log_dir = bench.directory / "gone"
+    bench.supervisor.guard()
+    bench.supervisor.kill("a")
+    with pytest.raises(FileNotFoundError):
+        await bench.supervisor.until_lost()
+
+
 async def test_what_does_not_end_is_killed(bench: _Bench) -> None:
     """A process that ignores SIGTERM is killed when the grace period is over."""
     await bench.supervisor.start([bench.spec("deaf", _STUBBORN)], timeout_s=10)
