@@ -1,0 +1,228 @@
+"""A small async client for a Paceline server; it needs grpcio and protobuf and nothing else.
+
+async with PacelineClient("127.0.0.1:50051") as client:
+async for event in client.generate([{"role": "user", "content": "Hello!"}], max_tokens=50):
+print(event.delta.text, end="", flush=True)
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypedDict, TypeGuard, Unpack, cast
+
+import grpc
+
+from paceline.client_error import from_rpc_error
+from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_S = 600.0
+# An answer may be silent for long while its prompt is computed; pings tell that from a dead connection after 30 s.
+_CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+# A message of a chat: {"role": "system" | "user" | "assistant", "content": text}.
+Message = Mapping[str, str]
+# Text is taken as it stands; messages go through the model's chat template; token ids are used unchanged.
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What a request may say besides its prompt. What is absent or None, the server decides."""
+
+    max_tokens: int | None
+    temperature: float | None  # 0 is greedy; the server's default is 1
+    top_p: float | None
+    top_k: int | None
+    seed: int | None  # the same seed, prompt and options give the same answer
+    stop: Sequence[str] | None  # the answer ends before the first of these
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop: bool | None  # show the stop string that ended the answer
+    bypass_cache: bool | None  # neither read nor fill the prefix cache
+    client_request_id: str | None  # a label for the server's log
+    timeout_s: float | None  # DEFAULT_TIMEOUT_S when absent; None is no deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. `finish_reason` is "stop", "length", "eos" or "aborted"."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    matched_stop: str | int | None
+    usage: inference_pb2.Usage
+    timeline: inference_pb2.Timeline
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came out of a prefix cache."""
+        return self.usage.cached_tokens
+
+    @property
+    def prefill_worker(self) -> str:
+        """The worker that computed the prompt."""
+        return self.timeline.prefill_worker
+
+    @property
+    def decode_worker(self) -> str:
+        """The worker that generated the last token."""
+        return self.timeline.decode_worker
+
+
+class PacelineClient:
+    """One connection to a server, for any number of requests at once. Make it where the event loop runs.
+
+    A call that fails raises PacelineRpcError.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the connection; requests that still run are cancelled on the server."""
+        await self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """The events of one answer as they come: `event.delta.text` is new text, `event.finish` the end.
+
+        Leaving the loop early, or cancelling the task, cancels the request on the server. If you keep a reference
+        to the generator, use `contextlib.aclosing`: Python closes a generator only when nobody holds it.
+        """
+        request = _generate_request(prompt, options)
+        return self._events(request, options.get("timeout_s", DEFAULT_TIMEOUT_S))
+
+    async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """The whole answer, once it is complete."""
+        text: list[str] = []
+        token_ids: list[int] = []
+        accepted, finish = inference_pb2.Accepted(), inference_pb2.Finish()
+        async for event in self.generate(prompt, **options):
+            # An event holds one kind of message; the others are empty and add nothing.
+            accepted.MergeFrom(event.accepted)
+            text.append(event.delta.text)
+            token_ids.extend(event.delta.token_ids)
+            finish.MergeFrom(event.finish)
+        return _completion(accepted.request_id, "".join(text), tuple(token_ids), finish)
+
+    async def tokenize(self, prompt: str | Sequence[Message], *, timeout_s: float = 30.0) -> tuple[int, ...]:
+        """The token ids that `generate` would use for this prompt."""
+        with _as_our_errors():
+            response = await self._stub.Tokenize(_tokenize_request(prompt), timeout=timeout_s)
+        return tuple(response.token_ids)
+
+    async def server_info(self, *, timeout_s: float = 30.0) -> inference_pb2.GetServerInfoResponse:
+        """Which model is served, within which limits, by which workers."""
+        with _as_our_errors():
+            return await self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=timeout_s)
+
+    async def _events(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            with _as_our_errors():
+                async for event in call:
+                    yield event
+        finally:
+            call.cancel()  # without this the server would go on for nobody; after the end it does nothing
+
+
+@contextmanager
+def _as_our_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown option {min(unknown)!r}; known: {', '.join(GenerateOptions.__annotations__)}"
+        )
+    request = inference_pb2.GenerateRequest(
+        client_request_id=options.get("client_request_id"),
+        sampling=_sampling(options),
+        stopping=_stopping(options),
+        cache=inference_pb2.CacheOptions(bypass=options.get("bypass_cache")),
+    )
+    _set_prompt(request, prompt)
+    return request
+
+
+def _sampling(options: GenerateOptions) -> generation_pb2.SamplingParams:
+    return generation_pb2.SamplingParams(
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        seed=options.get("seed"),
+    )
+
+
+def _stopping(options: GenerateOptions) -> generation_pb2.StopConditions:
+    return generation_pb2.StopConditions(
+        max_tokens=options.get("max_tokens"),
+        stop=options.get("stop"),
+        stop_token_ids=options.get("stop_token_ids"),
+        ignore_eos=options.get("ignore_eos"),
+        include_stop=options.get("include_stop"),
+    )
+
+
+def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(_chat(prompt))
+    else:
+        request.token_ids.ids.extend(cast("Sequence[int]", prompt))
+
+
+def _tokenize_request(prompt: str | Sequence[Message]) -> inference_pb2.TokenizeRequest:
+    if isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(text=prompt)
+    return inference_pb2.TokenizeRequest(chat=_chat(prompt))
+
+
+def _is_chat(prompt: Sequence[Message] | Sequence[int]) -> TypeGuard[Sequence[Message]]:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=each["role"], content=each["content"]) for each in messages]
+    )
+
+
+def _completion(
+    request_id: str, text: str, token_ids: tuple[int, ...], finish: inference_pb2.Finish
+) -> Completion:
+    matched = finish.WhichOneof("matched")
+    return Completion(
+        request_id=request_id,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=generation_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
+        matched_stop=getattr(finish, matched) if matched else None,
+        usage=finish.usage,
+        timeline=finish.timeline,
+    )

@@ -1,0 +1,112 @@
+"""A small InferenceService for tests of clients: it echoes, and does what the prompt tells it to."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline.core.errors import PacelineError, PromptTooLongError, QueueFullError
+from paceline.runtime.grpc_status import abort_with
+from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
+
+# What a prompt may ask for; any other prompt is echoed word by word.
+ENDLESS = "endless"  # one word, then silence until the call is cancelled
+FLOOD = "flood"  # words without end
+TOO_LONG = "too long"
+FULL = "full"
+
+_ERRORS: dict[str, PacelineError] = {
+    TOO_LONG: PromptTooLongError(limit=4096, given=5120),
+    FULL: QueueFullError("the queue is full", retry_after_s=1.5),
+}
+
+
+class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
+    """Keeps the requests, and says when one was cancelled. `address` is where it listens."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.cancelled = asyncio.Event()
+
+    async def Generate(  # noqa: N802 - the contract's name
+        self, request: inference_pb2.GenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Accepted, PrefillDone, a delta for each word, Finish."""
+        self.requests.append(request)
+        prompt = _last_words(request)
+        if prompt in _ERRORS:
+            await abort_with(context, _ERRORS[prompt])
+        events = _answer(prompt)
+        done = False
+        try:
+            async for event in events:
+                yield event
+            done = True
+        finally:
+            if not done:
+                self.cancelled.set()
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> inference_pb2.TokenizeResponse:
+        """One id a byte of the text, one a message of the chat."""
+        ids = request.text.encode() or range(len(request.chat.messages))
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_prompt_tokens=100)
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: inference_pb2.GetServerInfoRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> inference_pb2.GetServerInfoResponse:
+        """A name."""
+        return inference_pb2.GetServerInfoResponse(model_id="fake-model")
+
+
+@asynccontextmanager
+async def serve_fake_inference() -> AsyncIterator[FakeInference]:
+    """The service on a free port of loopback, with reflection."""
+    service = FakeInference()
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    reflection.enable_server_reflection(["paceline.v1.InferenceService", reflection.SERVICE_NAME], server)
+    service.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    yield service
+    await server.stop(None)
+
+
+def _last_words(request: inference_pb2.GenerateRequest) -> str:
+    if request.WhichOneof("prompt") == "chat":
+        return request.chat.messages[-1].content
+    return request.text or " ".join(str(token_id) for token_id in request.token_ids.ids)
+
+
+async def _answer(prompt: str) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id=secrets.token_hex(16)))
+    yield inference_pb2.GenerateResponse(prefill_done=inference_pb2.PrefillDone(prompt_tokens=3))
+    words = prompt.split(" ")
+    for position, word in enumerate(words):
+        yield _delta(word if position == 0 else f" {word}", position)
+    while prompt == FLOOD:
+        yield _delta(" water" * 100, 0)
+    if prompt == ENDLESS:
+        await asyncio.Event().wait()
+    yield inference_pb2.GenerateResponse(finish=_finish(len(words)))
+
+
+def _delta(text: str, token_id: int) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, token_ids=[token_id]))
+
+
+def _finish(num_tokens: int) -> inference_pb2.Finish:
+    return inference_pb2.Finish(
+        reason=generation_pb2.FINISH_REASON_STOP,
+        stop="###",
+        usage=inference_pb2.Usage(prompt_tokens=3, cached_tokens=2, output_tokens=num_tokens),
+        timeline=inference_pb2.Timeline(
+            kv_bytes=1 << 40, prefill_worker="prefill-0", decode_worker="decode-0"
+        ),
+    )

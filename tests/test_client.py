@@ -1,0 +1,193 @@
+"""The Python client against a small service."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+
+from paceline.client import PacelineClient, Prompt
+from paceline.client_error import PacelineRpcError, from_rpc_error
+from paceline.v1 import inference_pb2
+from tests.fake_inference import ENDLESS, FLOOD, FULL, TOO_LONG, FakeInference
+
+
+@pytest.fixture
+async def client(fake_inference: FakeInference) -> AsyncIterator[PacelineClient]:
+    """A client of the fake service."""
+    async with PacelineClient(fake_inference.address) as made:
+        yield made
+
+
+async def test_generate_yields_the_events_as_they_come(client: PacelineClient) -> None:
+    """Every event of the server reaches the caller, in order."""
+    events = [event async for event in client.generate("one two")]
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["accepted", "prefill_done", "delta", "delta", "finish"]
+
+
+async def test_generate_text_collects_the_answer(client: PacelineClient) -> None:
+    """A completion holds the whole text, its tokens, why it ended, and what it cost."""
+    answer = await client.generate_text([{"role": "user", "content": "one two three"}])
+    assert (answer.text, answer.token_ids) == ("one two three", (0, 1, 2))
+    assert (answer.finish_reason, answer.matched_stop) == ("stop", "###")
+    assert (answer.usage.output_tokens, answer.cached_tokens) == (3, 2)
+    assert (answer.prefill_worker, answer.decode_worker) == ("prefill-0", "decode-0")
+    assert len(answer.request_id) == 32
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("text", "text"),
+        ([1, 2], "token_ids"),
+        ((1, 2), "token_ids"),
+        ([{"role": "user", "content": "hi"}], "chat"),
+    ],
+)
+async def test_each_kind_of_prompt_goes_into_its_field(
+    client: PacelineClient, fake_inference: FakeInference, prompt: Prompt, kind: str
+) -> None:
+    """Text, token ids and messages are told apart by their type."""
+    await client.generate_text(prompt)
+    assert fake_inference.requests[0].WhichOneof("prompt") == kind
+
+
+async def test_options_reach_the_server_and_absent_ones_stay_absent(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """What the caller sets is sent, zeros included; what it does not set is left to the server."""
+    await client.generate_text("hi", temperature=0, seed=0, stop=["###"], max_tokens=5, top_k=None)
+    await client.generate_text("hi", top_p=0.5, stop_token_ids=[7], ignore_eos=True, include_stop=True)
+    first, second = fake_inference.requests
+    assert {field.name for field, _ in first.sampling.ListFields()} == {"temperature", "seed"}
+    assert (first.stopping.max_tokens, list(first.stopping.stop)) == (5, ["###"])
+    assert {field.name for field, _ in second.sampling.ListFields()} == {"top_p"}
+    assert list(second.stopping.stop_token_ids) == [7]
+    assert second.stopping.ignore_eos
+    assert second.stopping.include_stop
+
+
+async def test_an_unknown_option_is_refused_at_once(client: PacelineClient) -> None:
+    """A misspelt option is an error, never silently left out."""
+    options: dict[str, Any] = {"max_token": 5}
+    with pytest.raises(TypeError, match="max_token"):
+        client.generate("hi", **options)
+
+
+async def test_tokenize_and_server_info(client: PacelineClient) -> None:
+    """The two other methods of the service answer with plain values."""
+    assert await client.tokenize("ab") == (97, 98)
+    assert await client.tokenize([{"role": "user", "content": "hi"}]) == (0,)
+    assert (await client.server_info()).model_id == "fake-model"
+
+
+async def test_leaving_the_loop_cancels_on_the_server(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """After a break, the server's handler is cancelled."""
+    async for event in client.generate(FLOOD):
+        if event.HasField("delta"):
+            break
+    await fake_inference.cancelled.wait()
+
+
+async def test_closing_the_generator_cancels_on_the_server(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """The same with aclosing, for a caller who keeps the generator, and while the server is silent."""
+    async with aclosing(client.generate(ENDLESS)) as events:
+        await anext(events)
+    await fake_inference.cancelled.wait()
+
+
+async def test_cancelling_the_task_cancels_on_the_server(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """A cancelled task lets CancelledError pass, and the server hears of it."""
+    started = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in client.generate(ENDLESS):
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await fake_inference.cancelled.wait()
+
+
+async def test_a_deadline_ends_the_call(client: PacelineClient, fake_inference: FakeInference) -> None:
+    """A request that takes longer than timeout_s fails with DEADLINE_EXCEEDED, and stops on the server."""
+    with pytest.raises(PacelineRpcError) as caught:
+        await client.generate_text(ENDLESS, timeout_s=0.2)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await fake_inference.cancelled.wait()
+
+
+async def test_an_error_carries_the_reason_and_facts_of_the_server(client: PacelineClient) -> None:
+    """ErrorInfo becomes reason and facts, without googleapis in the client."""
+    with pytest.raises(PacelineRpcError) as caught:
+        await client.generate_text(TOO_LONG)
+    error = caught.value
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
+    assert error.facts == {"limit": "4096", "given": "5120", "unit": "tokens"}
+    assert error.retry_after_s is None
+    assert "shorten it" in error.message
+
+
+async def test_an_error_says_when_to_try_again(client: PacelineClient) -> None:
+    """RetryInfo becomes retry_after_s."""
+    with pytest.raises(PacelineRpcError) as caught:
+        await client.generate_text(FULL)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 1.5)
+
+
+async def test_no_server_is_unavailable_without_a_reason(unused_tcp_port: int) -> None:
+    """Where nobody listens, every method fails with UNAVAILABLE and an empty reason."""
+    async with PacelineClient(f"127.0.0.1:{unused_tcp_port}") as client:
+        for call in (client.generate_text("hi"), client.tokenize("hi"), client.server_info()):
+            with pytest.raises(PacelineRpcError) as caught:
+                await call
+            assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "")
+
+
+def _rpc_error(details: bytes) -> grpc.aio.AioRpcError:
+    metadata = grpc.aio.Metadata(("grpc-status-details-bin", details))
+    return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), metadata, details="broken")
+
+
+@pytest.mark.parametrize("details", [b"", b"\xff\xff", b"\x1a\x05abc", b"\x1a\x02\xff\xff"])
+def test_details_that_cannot_be_read_hide_nothing(details: bytes) -> None:
+    """Where the details of an error are malformed, its code and message still come through."""
+    error = from_rpc_error(_rpc_error(details))
+    assert (error.code, error.message, error.reason) == (grpc.StatusCode.INTERNAL, "broken", "")
+
+
+def test_details_of_other_kinds_are_passed_over() -> None:
+    """Details that Paceline does not send, from a proxy say, do no harm."""
+    other = any_pb2.Any()
+    other.Pack(inference_pb2.Usage(prompt_tokens=1))
+    status = status_pb2.Status(code=13, message="é", details=[other])
+    assert from_rpc_error(_rpc_error(status.SerializeToString())).reason == ""
+
+
+def test_the_client_needs_only_grpcio_and_protobuf() -> None:
+    """Beside what grpc loads by itself, importing the client loads only protobuf and the standard library."""
+    code = (
+        "import sys, grpc.aio; before = set(sys.modules)\n"
+        "import paceline.client; new = set(sys.modules) - before\n"
+        "print(*(name for name in new if name.partition('.')[0] not in sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    allowed = ("paceline.", "grpc.", "google.", "google", "typing_extensions")
+    assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
+    assert "google.rpc" not in done.stdout
