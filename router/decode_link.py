@@ -12,7 +12,7 @@ from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
 from paceline.runtime.wire import spec_to_proto, ticket_to_proto
 from paceline.v1 import decode_pb2
-from paceline.v1.decode_pb2_grpc import DecodeServiceAsyncStub, DecodeServiceStub
+from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 
 
 class DecodeHandle:
@@ -69,7 +69,7 @@ class DecodeLink:
 
     def __init__(self, channel: grpc.aio.Channel, peer: str, max_buffered: int) -> None:
         self.peer = peer
-        self._stub: DecodeServiceAsyncStub = DecodeServiceStub(channel)
+        self._stub = DecodeServiceStub(channel)
         self._max_buffered = max_buffered
         self._outbox: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
         self._handles: dict[SequenceId, DecodeHandle] = {}

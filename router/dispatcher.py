@@ -22,8 +22,8 @@ from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire import finish_reason_from_proto, spec_to_proto, ticket_from_proto
 from paceline.v1 import generation_pb2, inference_pb2, kv_transfer_pb2, prefill_pb2
-from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceAsyncStub, KvTransferServiceStub
-from paceline.v1.prefill_pb2_grpc import PrefillServiceAsyncStub, PrefillServiceStub
+from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
+from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
 from router.decode_link import DecodeHandle, DecodeLink
 from router.placement import PromptFacts, Route, WorkerView, place
@@ -210,7 +210,7 @@ class Dispatcher:
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         context, sequence = spec_to_proto(spec)
         request = prefill_pb2.PrefillRequest(context=context, sequence=sequence)
-        stub: PrefillServiceAsyncStub = PrefillServiceStub(self._channels.get(worker.address))
+        stub = PrefillServiceStub(self._channels.get(worker.address))
         call = stub.Prefill(request, timeout=spec.time_budget_s)
         try:
             with self._registry.assign(worker.key, len(spec.known_ids)):
@@ -295,7 +295,7 @@ class Dispatcher:
         request = kv_transfer_pb2.ReleaseLeasesRequest(
             lease_ids=[ticket.lease_id], boot_epoch=ticket.boot_epoch
         )
-        stub: KvTransferServiceAsyncStub = KvTransferServiceStub(self._channels.get(ticket.owner_address))
+        stub = KvTransferServiceStub(self._channels.get(ticket.owner_address))
         # If this fails, the lease's own clock ends it.
         with suppress(grpc.aio.AioRpcError):
             await stub.ReleaseLeases(request, timeout=_RELEASE_TIMEOUT_S)

@@ -16,7 +16,7 @@ from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire import fingerprint_from_proto
 from paceline.v1 import inference_pb2, worker_pb2
-from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub, WorkerServiceStub
+from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.decode_link import DecodeLink
 from router.placement import WorkerView
 
@@ -137,7 +137,7 @@ class WorkerRegistry:
             known.num_assigned_tokens -= num_tokens
 
     async def _follow(self, address: str, role: inference_pb2.WorkerRole) -> None:
-        stub: WorkerServiceAsyncStub = WorkerServiceStub(self.channels.get(address))
+        stub = WorkerServiceStub(self.channels.get(address))
         try:
             info = await stub.GetInfo(
                 worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=False
