@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -22,6 +23,9 @@ from router.placement import WorkerView
 
 _INFO_TIMEOUT_S = 5.0
 _RETRY_EVERY_S = 0.25
+
+if TYPE_CHECKING:  # the stub's async form has a type, but no class
+    from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 log = get_logger()
 
@@ -148,7 +152,7 @@ class WorkerRegistry:
             raise error_from_rpc(error, address) from error
 
     async def _follow_known(
-        self, stub: WorkerServiceAsyncStub, address: str, info: worker_pb2.GetInfoResponse
+        self, stub: "WorkerServiceAsyncStub", address: str, info: worker_pb2.GetInfoResponse
     ) -> None:
         """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
         link, carrying = None, None

@@ -138,7 +138,18 @@ async def test_a_cancelled_call_leaves_the_table_usable(redis_index: RedisPrefix
     assert redis_index.stats().num_failures == 0
 
 
-GARBAGE = [b"", b"nonsense", b"1", b"1:", b":1", b"-1:2", b"1:2:3", b"1:2\n", b"\xff\xfe", b"9" * 1000 + b":1"]
+GARBAGE = [
+    b"",
+    b"nonsense",
+    b"1",
+    b"1:",
+    b":1",
+    b"-1:2",
+    b"1:2:3",
+    b"1:2\n",
+    b"\xff\xfe",
+    b"9" * 1000 + b":1",
+]
 
 
 @pytest.mark.parametrize("value", GARBAGE)
