@@ -11,6 +11,7 @@ from paceline.core.prefix import PrefixChanges, PrefixEntry, WorkerKey
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
 from tests.prefix_index.blocks import ANNE, chain, entries
+from tests.virtual_time import in_virtual_time
 
 
 class GatedIndex(MemoryPrefixIndex):
@@ -91,27 +92,26 @@ async def test_after_closing_offers_go_nowhere() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=8), st.integers(1, 2))
 @settings(max_examples=300)
-def test_coalescing_ends_with_what_the_worker_holds(steps: list[tuple[int, bool]], max_batch: int) -> None:
+@in_virtual_time
+async def test_coalescing_ends_with_what_the_worker_holds(
+    steps: list[tuple[int, bool]], max_batch: int
+) -> None:
     """Wherever the flushes fall, in the end the table has each block that was not evicted, and no other."""
-
-    async def main() -> None:
-        index = MemoryPrefixIndex()
-        publisher = PrefixPublisher(index, ANNE, max_batch=max_batch)
-        hashes = chain(1, 1)
-        held: tuple[PrefixEntry, ...] = ()
-        for block_id, with_pause in steps:
-            changes = PrefixChanges(evicted=held) if held else PrefixChanges(_entry(hashes, block_id))
-            held = changes.published
-            publisher.offer(changes)
-            if with_pause:
-                await asyncio.sleep(0)
-        await publisher.aclose()
-        assert await index.lookup(hashes) == ({ANNE: 1} if held else {})
-        # What is held can be removed, so it is there under its own block id.
-        await index.remove(ANNE, held)
-        assert await index.lookup(hashes) == {}
-
-    asyncio.run(main())
+    index = MemoryPrefixIndex()
+    publisher = PrefixPublisher(index, ANNE, max_batch=max_batch)
+    hashes = chain(1, 1)
+    held: tuple[PrefixEntry, ...] = ()
+    for block_id, with_pause in steps:
+        changes = PrefixChanges(evicted=held) if held else PrefixChanges(_entry(hashes, block_id))
+        held = changes.published
+        publisher.offer(changes)
+        if with_pause:
+            await asyncio.sleep(0)
+    await publisher.aclose()
+    assert await index.lookup(hashes) == ({ANNE: 1} if held else {})
+    # What is held can be removed, so it is there under its own block id.
+    await index.remove(ANNE, held)
+    assert await index.lookup(hashes) == {}
 
 
 def _entry(hashes: Sequence[BlockHash], block_id: int) -> tuple[PrefixEntry, ...]:
