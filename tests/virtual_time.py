@@ -2,9 +2,11 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -30,6 +32,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
+        """Seconds since the loop was made."""
         return self._virtual.now_s
 
 
@@ -37,6 +40,16 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main` to its end on a loop of its own."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Decorates an async test whose time-outs shall take no time."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_in_virtual_time(test(*args, **kwargs))
+
+    return run
 
 
 def virtual_clock() -> float:

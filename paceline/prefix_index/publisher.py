@@ -2,10 +2,13 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.core.block_hash import BlockHash
 from paceline.core.prefix import PrefixChanges, PrefixEntry, WorkerKey
 from paceline.prefix_index.index import PrefixIndex
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +29,9 @@ class PrefixPublisher:
         self._worker = worker
         self._max_pending = max_pending
         self._max_batch = max_batch
-        # No block is in both.
+        # No entry is in both, and a removal leaves other entries alone: so it does not matter which travels first.
         self._published: dict[BlockHash, PrefixEntry] = {}
-        self._evicted: dict[BlockHash, PrefixEntry] = {}
+        self._evicted: dict[PrefixEntry, PrefixEntry] = {}
         self._flushing: asyncio.Task[None] | None = None
         self._is_closed = False
         self._num_dropped = 0
@@ -60,22 +63,20 @@ class PrefixPublisher:
         return len(self._published) + len(self._evicted)
 
     def _note_published(self, entry: PrefixEntry) -> None:
-        self._evicted.pop(entry.block_hash, None)
-        self._note(self._published, entry)
+        self._evicted.pop(entry, None)
+        if self._has_room():
+            self._published[entry.block_hash] = entry
 
     def _note_evicted(self, entry: PrefixEntry) -> None:
-        published = self._published.get(entry.block_hash)
-        if published is not None and published.block_id != entry.block_id:
-            # The hash has moved to another block, and publishing that overwrites this one.
-            return
-        self._published.pop(entry.block_hash, None)
-        self._note(self._evicted, entry)
+        if self._published.get(entry.block_hash) == entry:
+            del self._published[entry.block_hash]
+        if self._has_room():
+            self._evicted[entry] = entry
 
-    def _note(self, changes: dict[BlockHash, PrefixEntry], entry: PrefixEntry) -> None:
-        if self._num_pending >= self._max_pending:
-            self._num_dropped += 1
-        else:
-            changes[entry.block_hash] = entry
+    def _has_room(self) -> bool:
+        has_room = self._num_pending < self._max_pending
+        self._num_dropped += not has_room
+        return has_room
 
     async def _flush(self) -> None:
         while self._num_pending:
@@ -83,6 +84,6 @@ class PrefixPublisher:
             await self._index.remove(self._worker, _take(self._evicted, self._max_batch))
 
 
-def _take(changes: dict[BlockHash, PrefixEntry], max_entries: int) -> list[PrefixEntry]:
+def _take(changes: dict[K, PrefixEntry], max_entries: int) -> list[PrefixEntry]:
     """The oldest changes, which are no longer pending then."""
     return [changes.pop(next(iter(changes))) for _ in range(min(max_entries, len(changes)))]

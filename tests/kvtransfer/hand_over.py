@@ -117,11 +117,14 @@ class ScriptedTransport:
     async def pull(
         self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
     ) -> AsyncGenerator[KvMessage, None]:
+        """The script's messages."""
         for message in self._messages:
             yield message
 
     async def renew(self, ticket: KvTicket) -> LeaseState:
+        """The script's answer."""
         return self._state
 
     async def release(self, ticket: KvTicket) -> LeaseState:
+        """The script's answer."""
         return self._state

@@ -10,19 +10,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import KvLostError, LeaseExpiredError
 from paceline.core.request import LeaseId
 from tests.kvtransfer.hand_over import FIRST_TOKEN, Owner
-from tests.virtual_time import run_in_virtual_time, virtual_clock
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    """Time that moves when told to."""
-    return ManualClock(100.0)
-
-
-@pytest.fixture
-def owner(clock: ManualClock) -> Owner:
-    """A worker with a lease of 30 s."""
-    return Owner(clock)
+from tests.virtual_time import in_virtual_time, virtual_clock
 
 
 def test_a_release_is_valid_exactly_once(owner: Owner) -> None:
@@ -191,20 +179,17 @@ async def test_a_reader_of_an_expired_lease_is_told(owner: Owner, clock: ManualC
     assert owner.ended == [lease.sequence_id]
 
 
-def test_the_sweeper_ends_leases_when_nothing_else_happens() -> None:
+@in_virtual_time
+async def test_the_sweeper_ends_leases_when_nothing_else_happens() -> None:
     """A timer alone frees an abandoned lease's blocks, within a period of its time."""
-
-    async def main() -> None:
-        owner = Owner(virtual_clock)
-        sweeper = asyncio.create_task(sweep_forever(owner.leases, every_s=1.0))
-        lease = owner.granted([1])
-        await asyncio.sleep(29.5)
-        assert owner.ended == []
-        await asyncio.sleep(2)
-        assert owner.ended == [lease.sequence_id]
-        sweeper.cancel()
-
-    run_in_virtual_time(main())
+    owner = Owner(virtual_clock)
+    sweeper = asyncio.create_task(sweep_forever(owner.leases, every_s=1.0))
+    lease = owner.granted([1])
+    await asyncio.sleep(29.5)
+    assert owner.ended == []
+    await asyncio.sleep(2)
+    assert owner.ended == [lease.sequence_id]
+    sweeper.cancel()
 
 
 def test_the_table_is_empty_when_every_lease_has_ended(owner: Owner, clock: ManualClock) -> None:

@@ -1,9 +1,8 @@
 """All blocks of a hand-over arrive as they left, or none of them counts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
 
 import pytest
 
@@ -33,25 +32,12 @@ from tests.kvtransfer.hand_over import (
     contents,
     random_store,
 )
-from tests.virtual_time import run_in_virtual_time, virtual_clock
+from tests.virtual_time import in_virtual_time, virtual_clock
 
 POOL = [BlockId(index) for index in range(NUM_POOL_BLOCKS)]
 # Where the tests receive; every other block of the pool is somebody else's.
 RESERVED = [BlockId(12), BlockId(3), BlockId(8)]
 OTHERS = [block_id for block_id in POOL if block_id not in RESERVED]
-
-
-def in_virtual_time(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Runs an async test on a loop whose time-outs take no time."""
-
-    @wraps(test)
-    def run() -> None:
-        async def main() -> None:
-            await test()
-
-        run_in_virtual_time(main())
-
-    return run
 
 
 class Bench:
@@ -137,15 +123,11 @@ async def test_a_release_that_is_not_valid_is_not_a_success() -> None:
 
 
 @pytest.mark.parametrize("kind", [FaultKind.LOSE_RELEASE, FaultKind.LOSE_RELEASE_ANSWER])
-def test_a_lost_answer_to_the_release_is_kv_lost(kind: FaultKind) -> None:
+@in_virtual_time
+async def test_a_lost_answer_to_the_release_is_kv_lost(kind: FaultKind) -> None:
     """Who was not told VALID cannot know that what it read was still the prompt's."""
-
-    @in_virtual_time
-    async def run() -> None:
-        with pytest.raises(KvLostError):
-            await Bench(Fault(kind)).receive()
-
-    run()
+    with pytest.raises(KvLostError):
+        await Bench(Fault(kind)).receive()
 
 
 @in_virtual_time
@@ -214,18 +196,14 @@ async def test_a_prefill_that_computes_slowly_is_no_stall() -> None:
     ],
 )
 @pytest.mark.parametrize("at", range(6))
-def test_a_damaged_piece_fails_the_whole_hand_over(kind: FaultKind, at: int) -> None:
+@in_virtual_time
+async def test_a_damaged_piece_fails_the_whole_hand_over(kind: FaultKind, at: int) -> None:
     """Whatever happens to whichever piece ends in a KvError; no other block is touched, and the lease is given back."""
-
-    @in_virtual_time
-    async def run() -> None:
-        bench = Bench(Fault(kind, at=at))
-        with pytest.raises(KvError):
-            await bench.receive()
-        bench.assert_others_untouched()
-        bench.assert_given_back()
-
-    run()
+    bench = Bench(Fault(kind, at=at))
+    with pytest.raises(KvError):
+        await bench.receive()
+    bench.assert_others_untouched()
+    bench.assert_given_back()
 
 
 def _piece(ordinal: int, offset: int, num_bytes: int) -> KvChunk:
@@ -246,18 +224,14 @@ def _piece(ordinal: int, offset: int, num_bytes: int) -> KvChunk:
         [],
     ],
 )
-def test_a_piece_that_does_not_belong_is_refused(messages: Sequence[KvMessage]) -> None:
+@in_virtual_time
+async def test_a_piece_that_does_not_belong_is_refused(messages: Sequence[KvMessage]) -> None:
     """Oversize, empty, misplaced, unknown and early pieces are KV_LOST, and stay out of other blocks."""
-
-    @in_virtual_time
-    async def run() -> None:
-        bench = Bench()
-        receiver = KVReceiver(ScriptedTransport(messages), bench.store, FINGERPRINT)
-        with pytest.raises(KvLostError):
-            await receiver.receive(bench.ticket, RESERVED, 0)
-        bench.assert_others_untouched()
-
-    run()
+    bench = Bench()
+    receiver = KVReceiver(ScriptedTransport(messages), bench.store, FINGERPRINT)
+    with pytest.raises(KvLostError):
+        await receiver.receive(bench.ticket, RESERVED, 0)
+    bench.assert_others_untouched()
 
 
 @in_virtual_time

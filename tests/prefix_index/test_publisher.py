@@ -3,15 +3,15 @@
 import asyncio
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.block_hash import BlockHash
-from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixChanges, PrefixEntry, WorkerKey
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
 from tests.prefix_index.blocks import ANNE, chain, entries
+from tests.virtual_time import in_virtual_time
 
 
 class GatedIndex(MemoryPrefixIndex):
@@ -90,33 +90,29 @@ async def test_after_closing_offers_go_nowhere() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-HEAD = BlockHash(b"h" * 16)
-ENTRY = st.builds(
-    PrefixEntry,
-    block_hash=st.sampled_from([HEAD, BlockHash(b"i" * 16)]),
-    head_hash=st.just(HEAD),
-    block_id=st.integers(0, 2).map(BlockId),
-)
-ONE_CHANGE = st.one_of(
-    st.builds(lambda entry: PrefixChanges(published=(entry,)), ENTRY),
-    st.builds(lambda entry: PrefixChanges(evicted=(entry,)), ENTRY),
-)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=8), st.integers(1, 2))
+@settings(max_examples=300)
+@in_virtual_time
+async def test_coalescing_ends_with_what_the_worker_holds(
+    steps: list[tuple[int, bool]], max_batch: int
+) -> None:
+    """Wherever the flushes fall, in the end the table has each block that was not evicted, and no other."""
+    index = MemoryPrefixIndex()
+    publisher = PrefixPublisher(index, ANNE, max_batch=max_batch)
+    hashes = chain(1, 1)
+    held: tuple[PrefixEntry, ...] = ()
+    for block_id, with_pause in steps:
+        changes = PrefixChanges(evicted=held) if held else PrefixChanges(_entry(hashes, block_id))
+        held = changes.published
+        publisher.offer(changes)
+        if with_pause:
+            await asyncio.sleep(0)
+    await publisher.aclose()
+    assert await index.lookup(hashes) == ({ANNE: 1} if held else {})
+    # What is held can be removed, so it is there under its own block id.
+    await index.remove(ANNE, held)
+    assert await index.lookup(hashes) == {}
 
 
-@given(st.lists(st.tuples(ONE_CHANGE, st.booleans()), max_size=12))
-def test_coalescing_changes_nothing(steps: list[tuple[PrefixChanges, bool]]) -> None:
-    """Wherever the flushes fall, the table ends as if every change had travelled by itself."""
-
-    async def main() -> None:
-        coalesced, one_by_one = MemoryPrefixIndex(), MemoryPrefixIndex()
-        publisher = PrefixPublisher(coalesced, ANNE)
-        for changes, with_pause in steps:
-            publisher.offer(changes)
-            await one_by_one.publish(ANNE, changes.published)
-            await one_by_one.remove(ANNE, changes.evicted)
-            if with_pause:
-                await asyncio.sleep(0)
-        await publisher.aclose()
-        assert coalesced._holders == one_by_one._holders
-
-    asyncio.run(main())
+def _entry(hashes: Sequence[BlockHash], block_id: int) -> tuple[PrefixEntry, ...]:
+    return tuple(entries(hashes, first_block=block_id))
