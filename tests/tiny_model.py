@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN = "<|im_end|>"
+EOS_ID = 2
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -18,7 +19,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # As many as the corpus below gives merges for: the model then has no token that is no text.
-_VOCAB_SIZE = 480
+VOCAB_SIZE = 480
 _CORPUS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
     "A line of riders: one pulls hard at the front, and the next carries on in the draft.",
@@ -28,7 +29,7 @@ _CORPUS = (
     "Größe, naïve café, Привет мир, 你好世界, こんにちは, 🙂🚴",
 )
 _LLAMA: dict[str, Any] = {
-    "vocab_size": _VOCAB_SIZE,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -77,7 +78,7 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -1,0 +1,1 @@
+"""The whole system: real processes, real gRPC, a real Redis-protocol server."""
