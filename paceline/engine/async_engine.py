@@ -85,7 +85,8 @@ class AsyncEngine:
         sink = self._sinks.pop(sequence_id, None)
         if sink is not None and error is not None:
             sink([Failed(sequence_id, error)])
-        self._commands.put(lambda engine: engine.release(sequence_id))
+        asked_at_step = self.stats.num_steps
+        self._commands.put(lambda engine: engine.release(sequence_id, asked_at_step))
 
     # -- the engine thread
 

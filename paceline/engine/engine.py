@@ -56,6 +56,7 @@ class EngineStats:
     num_pending_tokens: int
     num_preemptions: int
     num_steps: int
+    max_steps_to_release: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._num_steps = 0
+        self._max_steps_to_release = 0
 
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
         """Queues a sequence."""
@@ -83,9 +85,10 @@ class Engine:
         """The sequence's KV has arrived in its reserved blocks."""
         self._scheduler.commit(sequence_id, first)
 
-    def release(self, sequence_id: SequenceId) -> None:
-        """Forgets a sequence and frees its blocks."""
+    def release(self, sequence_id: SequenceId, asked_at_step: int) -> None:
+        """Forgets a sequence and frees its blocks. Someone asked for it when `asked_at_step` steps had been taken."""
         self._scheduler.release(sequence_id)
+        self._max_steps_to_release = max(self._max_steps_to_release, self._num_steps - asked_at_step)
 
     def has_work(self) -> bool:
         """Whether a step could do anything."""
@@ -112,6 +115,7 @@ class Engine:
             num_pending_tokens=queues.num_pending_tokens,
             num_preemptions=queues.num_preemptions,
             num_steps=self._num_steps,
+            max_steps_to_release=self._max_steps_to_release,
         )
 
     def check_invariants(self) -> None:

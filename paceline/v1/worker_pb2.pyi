@@ -38,7 +38,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchLoadResponse(_message.Message):
-    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_pending_tokens", "num_steps", "num_blocks_pulled", "draining", "num_preemptions", "num_leases")
+    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_pending_tokens", "num_steps", "num_blocks_pulled", "draining", "num_preemptions", "num_leases", "max_steps_to_release")
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class WatchLoadResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_TO_RELEASE_FIELD_NUMBER: _ClassVar[int]
     num_free_blocks: int
     num_running: int
     num_waiting: int
@@ -57,7 +58,8 @@ class WatchLoadResponse(_message.Message):
     draining: bool
     num_preemptions: int
     num_leases: int
-    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ...) -> None: ...
+    max_steps_to_release: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ..., max_steps_to_release: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -69,4 +69,5 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             draining=worker.draining.is_set(),
             num_preemptions=stats.num_preemptions,
             num_leases=worker.leases.stats().num_active,
+            max_steps_to_release=stats.max_steps_to_release,
         )

@@ -28,8 +28,11 @@ PATIENCE_S = 60.0
 class Cluster:
     """A running cluster, a client of it, and a view into its workers."""
 
-    def __init__(self, local: LocalCluster, client: PacelineClient, channels: Channels) -> None:
+    def __init__(
+        self, local: LocalCluster, client: PacelineClient, channels: Channels, said: asyncio.Queue[str]
+    ) -> None:
         self.local = local
+        self._said = said
         self.client = client
         self._channels = channels
 
@@ -55,6 +58,16 @@ class Cluster:
         """Returns when no worker holds anything of anybody: each pool is back at its baseline."""
         for worker in self.local.worker_addresses:
             await self.until(worker, is_idle)
+
+    async def obituary(self, name: str) -> str:
+        """What the launcher says about a process once that has ended."""
+        async with asyncio.timeout(PATIENCE_S):
+            if name == "router":
+                return str(await self.local.until_lost())
+            while True:
+                said = await self._said.get()
+                if said.startswith((f"{name} exited", f"{name} was killed")):
+                    return said
 
     def logs(self) -> str:
         """Everything that any process has logged."""
@@ -94,11 +107,12 @@ async def running_cluster(
     config_file = tmp_dir / "paceline.toml"
     config_file.write_text(_toml(merged))
     config = UpConfig(config=str(config_file), port=0, **options)
-    local = LocalCluster(config, model, policy=RestartPolicy(max_attempts=0))
+    said: asyncio.Queue[str] = asyncio.Queue()
+    local = LocalCluster(config, model, say=said.put_nowait, policy=RestartPolicy(max_attempts=0))
     channels = Channels()
     async with local, PacelineClient(local.address) as client:
         try:
-            yield Cluster(local, client, channels)
+            yield Cluster(local, client, channels, said)
         finally:
             await channels.aclose()
 

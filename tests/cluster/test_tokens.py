@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.client import Completion
+from paceline.client import Completion, GenerateOptions
 from tests.cluster.support import Cluster, events_of, fake_tokens, random_prompts, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-GREEDY_64 = {"max_tokens": 64, "temperature": 0.0}
+GREEDY_64: GenerateOptions = {"max_tokens": 64, "temperature": 0.0}
 
 
 async def complete_all(cluster: Cluster, prompts: list[tuple[int, ...]], at_once: int) -> list[Completion]:
@@ -19,6 +19,7 @@ async def complete_all(cluster: Cluster, prompts: list[tuple[int, ...]], at_once
     slots = asyncio.Semaphore(at_once)
 
     async def complete(prompt: tuple[int, ...]) -> Completion:
+        """One answer, when there is a slot for it."""
         async with slots:
             return await cluster.client.generate_text(prompt, max_tokens=64, temperature=0.0)
 
@@ -54,21 +55,25 @@ async def test_a_repeated_prompt_hits_the_cache(idle_fake_cluster: Cluster) -> N
     """The second request with a long prefix takes it from the cache and moves only what decode lacks; a first one misses."""
     prompt = tuple((7 * i) % VOCAB_SIZE for i in range(400))
     first = await idle_fake_cluster.client.generate_text(prompt, **GREEDY_64)
-    second = await idle_fake_cluster.client.generate_text(prompt + (1, 2, 3), **GREEDY_64)
+    second = await idle_fake_cluster.client.generate_text((*prompt, 1, 2, 3), **GREEDY_64)
     assert first.cached_tokens == 0
     assert second.cached_tokens == 400
     assert first.timeline.kv_blocks == 25
     assert second.timeline.kv_blocks == 1
-    assert second.token_ids == fake_tokens(prompt + (1, 2, 3), 64, VOCAB_SIZE, EOS_ID)
+    assert second.token_ids == fake_tokens((*prompt, 1, 2, 3), 64, VOCAB_SIZE, EOS_ID)
 
 
 async def test_bypass_neither_reads_nor_fills_the_cache(idle_fake_cluster: Cluster) -> None:
     """A request that bypasses the cache hits nothing and leaves nothing; one that does not hits as before."""
     prompt = tuple((11 * i + 3) % VOCAB_SIZE for i in range(160))
-    bypassing = await idle_fake_cluster.client.generate_text(prompt, bypass_cache=True, **GREEDY_64)
+    bypassing = await idle_fake_cluster.client.generate_text(
+        prompt, bypass_cache=True, max_tokens=64, temperature=0
+    )
     filling = await idle_fake_cluster.client.generate_text(prompt, **GREEDY_64)
     hitting = await idle_fake_cluster.client.generate_text(prompt, **GREEDY_64)
-    again = await idle_fake_cluster.client.generate_text(prompt, bypass_cache=True, **GREEDY_64)
+    again = await idle_fake_cluster.client.generate_text(
+        prompt, bypass_cache=True, max_tokens=64, temperature=0
+    )
     cached = [answer.cached_tokens for answer in (bypassing, filling, hitting, again)]
     assert cached == [0, 0, 144, 0]
     assert len({answer.token_ids for answer in (bypassing, filling, hitting, again)}) == 1
@@ -118,8 +123,9 @@ async def test_local_tokens_equal_the_oracle(
     tmp_path: Path, tiny_tokenizer_dir: Path, mode: str, topology: str
 ) -> None:
     """Without a hand-over the decode worker computes the prompt itself, and the tokens are the same."""
-    options = {"runner": "fake", "disaggregate": mode, "topology": topology}
-    async with running_cluster(tmp_path, tiny_tokenizer_dir, **options) as cluster:
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate=mode, topology=topology
+    ) as cluster:
         prompts = random_prompts(seed=9, count=16, longest=200, vocab_size=VOCAB_SIZE)
         answers = await complete_all(cluster, prompts, at_once=8)
         assert (await cluster.load("decode-0")).num_blocks_pulled == 0
@@ -130,8 +136,9 @@ async def test_local_tokens_equal_the_oracle(
 
 async def test_several_workers_share_the_work(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """With two workers in each tier all four are used, and the tokens are the same."""
-    options = {"runner": "fake", "disaggregate": "always", "topology": "2P2D"}
-    async with running_cluster(tmp_path, tiny_tokenizer_dir, **options) as cluster:
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", topology="2P2D"
+    ) as cluster:
         prompts = random_prompts(seed=17, count=40, longest=300, vocab_size=VOCAB_SIZE)
         answers = await complete_all(cluster, prompts, at_once=16)
     for prompt, answer in zip(prompts, answers, strict=True):

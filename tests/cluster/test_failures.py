@@ -1,0 +1,194 @@
+"""Processes that die, stop or leave, at any moment, change no token and leave nothing held."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from paceline.client import Completion
+from paceline.client_error import PacelineRpcError
+from paceline.v1 import inference_pb2
+from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
+from tests.tiny_model import VOCAB_SIZE
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# Slow enough for something to happen in the middle, quick enough to wait for.
+SLOW_STEPS = {"fake_step_ms": 5}
+PROMPT = tuple((3 * i + 1) % VOCAB_SIZE for i in range(300))
+NUM_TOKENS = 200
+
+STREAMING_CLIENT = """
+import asyncio, sys
+from paceline.client import PacelineClient
+
+async def main():
+    async with PacelineClient(sys.argv[1]) as client:
+        async for event in client.generate("hello", max_tokens=1500, ignore_eos=True):
+            print(event.WhichOneof("event"), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def pair(tmp_path: Path, tiny_tokenizer_dir: Path) -> AsyncIterator[Cluster]:
+    """Two slow fake workers in each tier, so that there is always another one to go to."""
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": SLOW_STEPS | {"max_num_batched_tokens": 16}, "decode": SLOW_STEPS},
+        runner="fake",
+        disaggregate="always",
+        topology="2P2D",
+    ) as cluster:
+        yield cluster
+
+
+async def stream(cluster: Cluster, seen: asyncio.Queue[inference_pb2.GenerateResponse]) -> list[int]:
+    """The tokens of one long request; its events go to `seen` as they come."""
+    token_ids: list[int] = []
+    events = cluster.client.generate(PROMPT, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    async for event in events:
+        seen.put_nowait(event)
+        token_ids += event.delta.token_ids
+    return token_ids
+
+
+async def first_event(
+    seen: asyncio.Queue[inference_pb2.GenerateResponse], kind: str
+) -> inference_pb2.GenerateResponse:
+    """The next event of this kind."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            event = await seen.get()
+            if event.WhichOneof("event") == kind:
+                return event
+
+
+async def finish_of(
+    seen: asyncio.Queue[inference_pb2.GenerateResponse],
+) -> tuple[inference_pb2.Finish, list[inference_pb2.Migrated]]:
+    """The end of the stream, and how often it migrated on the way."""
+    migrations = []
+    while True:
+        event = seen.get_nowait()
+        if event.WhichOneof("event") == "migrated":
+            migrations.append(event.migrated)
+        if event.WhichOneof("event") == "finish":
+            return event.finish, migrations
+
+
+@pytest.mark.parametrize("moment", ["progress", "prefill_done", "delta"])
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_killed_worker_changes_no_token(pair: Cluster, tier: str, moment: str) -> None:
+    """A worker is killed while it computes, hands over or generates: the stream goes on with the oracle's tokens."""
+    seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group:
+        answer = group.create_task(stream(pair, seen))
+        await first_event(seen, moment)
+        busy = [
+            name
+            for name in pair.local.worker_addresses
+            if name.startswith(tier) and await is_busy(pair, name)
+        ]
+        for name in busy:
+            pair.local.kill(name)
+    assert answer.result() == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
+    finish, migrations = await finish_of(seen)
+    assert finish.timeline.attempts == 1 + len(migrations)
+    if tier == "decode" and moment == "delta":
+        assert busy
+        assert [migrated.attempt for migrated in migrations] == [1]
+
+
+async def is_busy(cluster: Cluster, worker: str) -> bool:
+    """Whether the worker has a sequence or a lease."""
+    load = await cluster.load(worker)
+    return load.num_running + load.num_waiting + load.num_leases > 0
+
+
+async def test_a_killed_client_gives_everything_back(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Kill -9 of a client in the middle of its stream returns both pools to their baseline within two steps."""
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, sections={"decode": SLOW_STEPS}, runner="fake", disaggregate="always"
+    ) as cluster:
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STREAMING_CLIENT, cluster.address, stdout=subprocess.PIPE
+        )
+        assert client.stdout is not None
+        while await client.stdout.readline() != b"delta\n":
+            pass
+        await cluster.until("decode-0", lambda load: load.num_running == 1)
+        client.kill()
+        await client.wait()
+        await cluster.until_idle()
+        after = await cluster.load("decode-0")
+        # Nothing is left to run, and the steps since the cancel are the one under way and no other.
+        assert after.max_steps_to_release <= 2
+        assert '"finish_reason": "cancelled"' in cluster.logs()
+
+
+async def test_losing_redis_changes_no_token(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Without Redis the cluster serves on and says so; with it, it says that too."""
+    async with running_cluster(tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always") as cluster:
+        assert (await cluster.client.server_info()).index_mode == "redis"
+        before = await complete(cluster)
+        cluster.local.kill("redis")
+        after = await complete(cluster)
+        assert before.token_ids == after.token_ids == fake_tokens(PROMPT, 20, VOCAB_SIZE, None)
+        assert after.cached_tokens == 288
+        assert {info.worker_id for info in (await cluster.client.server_info()).workers} == {
+            "prefill-0",
+            "decode-0",
+        }
+
+
+async def complete(cluster: Cluster) -> Completion:
+    """Twenty tokens after the usual prompt."""
+    return await cluster.client.generate_text(PROMPT, max_tokens=20, temperature=0, ignore_eos=True)
+
+
+async def test_redis_that_hangs_changes_no_token(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """A Redis that accepts and never answers costs no token and no request."""
+    async with running_cluster(tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always") as cluster:
+        os.kill(cluster.local.pids["redis"], signal.SIGSTOP)
+        try:
+            answers = await asyncio.gather(*(complete(cluster) for _ in range(8)))
+            assert {a.token_ids for a in answers} == {fake_tokens(PROMPT, 20, VOCAB_SIZE, None)}
+            assert (await cluster.client.server_info()).index_mode == "none"
+        finally:
+            os.kill(cluster.local.pids["redis"], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router"])
+async def test_sigterm_drains(tmp_path: Path, tiny_tokenizer_dir: Path, name: str) -> None:
+    """A process told to end finishes the request that it has, takes no new one, and leaves with status 0."""
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": SLOW_STEPS | {"max_num_batched_tokens": 16}, "decode": SLOW_STEPS},
+        runner="fake",
+        disaggregate="always",
+    ) as cluster:
+        seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
+        answer = asyncio.create_task(stream(cluster, seen))
+        await first_event(seen, "progress")
+        # By now every process has the request.
+        await cluster.until("decode-0", lambda load: load.num_running + load.num_waiting == 1)
+        cluster.local.kill(name, signal.SIGTERM)
+        assert await answer == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
+        finish, migrations = await finish_of(seen)
+        assert not migrations
+        assert finish.timeline.attempts == 1
+        with pytest.raises(PacelineRpcError) as caught:
+            await complete(cluster)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        assert "exited with status 0" in await cluster.obituary(name)

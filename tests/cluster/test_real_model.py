@@ -1,0 +1,132 @@
+"""The default model through the whole cluster, against transformers on the same weights."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from paceline.client import Completion
+from paceline.launcher.models import DEFAULT_MODEL, resolve_model
+from tests.cluster.support import Cluster, running_cluster
+
+# The oracle alone takes a minute; loading and converting the model, on a fresh machine, another.
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+NUM_NEW_TOKENS = 64
+# Real text to cut prompts from.
+TEXT_FILE = Path(__file__).parents[2] / "LICENSE"
+PROMPT_LENGTHS = (5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 100, 128, 200, 256, 400, 511, 777, 1024, 1500)
+# Where the two best logits are closer than this, float32 sums in another order may choose either.
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What transformers says after a prompt, and by how much each token won."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    """The default model's directory; fetched and converted if need be."""
+    return resolve_model(DEFAULT_MODEL.name, print)
+
+
+@pytest.fixture(scope="module")
+def oracles(model_dir: Path) -> list[Oracle]:
+    """Greedy answers of transformers.generate in float32, one prompt at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    text_ids = tokenizer.encode(TEXT_FILE.read_text())
+    # Each prompt begins somewhere else, so that no two share a prefix.
+    prompts = [tuple(text_ids[7 * i : 7 * i + length]) for i, length in enumerate(PROMPT_LENGTHS)]
+    return [_oracle(model, prompt) for prompt in prompts]
+
+
+def _oracle(model: torch.nn.Module, prompt_ids: tuple[int, ...]) -> Oracle:
+    output = model.generate(  # type: ignore[operator] # transformers adds it at run time
+        torch.tensor([prompt_ids]),
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NUM_NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best_two = torch.cat(output.logits).topk(2).values
+    token_ids = tuple(output.sequences[0, len(prompt_ids) :].tolist())
+    return Oracle(prompt_ids, token_ids, tuple((best_two[:, 0] - best_two[:, 1]).tolist()))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> AsyncIterator[Cluster]:
+    """One prefill and one decode worker in float32; every prompt is handed over."""
+    sizes = {"prefill": {"num_blocks": 1400}, "decode": {"num_blocks": 1400}}
+    async with running_cluster(
+        tmp_path_factory.mktemp("real"), model_dir, sections=sizes, dtype="float32", disaggregate="always"
+    ) as cluster:
+        yield cluster
+
+
+async def answer_all(cluster: Cluster, oracles: list[Oracle], at_once: int) -> list[Completion]:
+    """The cluster's greedy answers, `at_once` at a time."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def answer(oracle: Oracle) -> Completion:
+        """One answer, when there is a slot for it."""
+        async with slots:
+            return await cluster.client.generate_text(
+                oracle.prompt_ids, max_tokens=NUM_NEW_TOKENS, temperature=0
+            )
+
+    return list(await asyncio.gather(*map(answer, oracles)))
+
+
+def require_same(oracle: Oracle, answer: Completion) -> None:
+    """Asserts equal tokens; after a tie of the oracle's two best, which is printed, both ways are right."""
+    pairs = zip(oracle.token_ids, answer.token_ids, strict=False)
+    first = next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), None)
+    if first is None:
+        assert answer.token_ids == oracle.token_ids
+        return
+    print(f"prompt of {len(oracle.prompt_ids)}: token {first} differs, margin {oracle.margins[first]:.1e}")
+    assert oracle.margins[first] < TIE
+
+
+@pytest.mark.parametrize("at_once", [8, 1])
+async def test_greedy_output_equals_transformers(
+    cluster: Cluster, oracles: list[Oracle], at_once: int
+) -> None:
+    """20 prompts of 5 to 1,500 tokens, alone and 8 at a time: token for token what transformers.generate gives."""
+    answers = await answer_all(cluster, oracles, at_once)
+    for oracle, answer in zip(oracles, answers, strict=True):
+        require_same(oracle, answer)
+        assert (answer.prefill_worker, answer.decode_worker) == ("prefill-0", "decode-0")
+        assert answer.timeline.kv_blocks > 0, "the hand-over did not happen"
+    await cluster.until("decode-0", lambda load: load.num_running == 0)
+    assert (await cluster.load("decode-0")).num_blocks_pulled >= sum(a.timeline.kv_blocks for a in answers)
+
+
+async def test_a_long_prefix_is_computed_once(cluster: Cluster) -> None:
+    """The second request with a prefix of 1,000 tokens takes at least 900 of them from the cache; the first takes none."""
+    prefix = tuple(100 + (i * i) % 20_000 for i in range(1000))
+    first = await cluster.client.generate_text((*prefix, 11, 12), max_tokens=4, temperature=0)
+    second = await cluster.client.generate_text((*prefix, 21, 22), max_tokens=4, temperature=0)
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= 900
+    assert first.timeline.kv_blocks > second.timeline.kv_blocks > 0
+
+
+async def test_it_knows_the_capital_of_france(cluster: Cluster) -> None:
+    """A question through the chat template gets a sensible answer that ends by itself."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = await cluster.client.generate_text(question, temperature=0)
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "eos"
