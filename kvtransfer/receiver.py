@@ -12,7 +12,7 @@ from kvtransfer.block_store import BlockStore
 from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
 from kvtransfer.keep_alive import keep_alive
 from kvtransfer.transports.base import KVTransport
-from paceline.core.errors import KvChecksumError, KvError, KvLostError, LeaseExpiredError
+from paceline.core.errors import KvChecksumError, KvLostError, LeaseExpiredError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken
@@ -107,7 +107,7 @@ class KVReceiver:
         await asyncio.shield(release)
 
     async def _release_quietly(self, ticket: KvTicket) -> None:
-        with suppress(KvError, TimeoutError):
+        with suppress(PacelineError, TimeoutError):
             async with asyncio.timeout(self._release_timeout_s):
                 await self._transport.release(ticket)
 

@@ -22,7 +22,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     def __init__(self, sender: KVSender) -> None:
         self._sender = sender
 
-    async def Pull(  # noqa: N802 (gRPC's name)
+    async def Pull(
         self, request: kv_transfer_pb2.PullRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[kv_transfer_pb2.PullResponse]:
         """Streams the blocks of a lease."""
@@ -39,20 +39,20 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         except PacelineError as error:
             await abort_with(context, error)
 
-    async def RenewLeases(  # noqa: N802 (gRPC's name)
+    async def RenewLeases(
         self,
         request: kv_transfer_pb2.RenewLeasesRequest,
-        context: "grpc.aio.ServicerContext[Any, Any]",  # noqa: ARG002 (gRPC's signature)
+        context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> kv_transfer_pb2.RenewLeasesResponse:
         """Keeps leases alive."""
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]
         states = self._sender.renew(lease_ids, BootEpoch(request.boot_epoch))
         return kv_transfer_pb2.RenewLeasesResponse(states=map(lease_state_to_proto, states))
 
-    async def ReleaseLeases(  # noqa: N802 (gRPC's name)
+    async def ReleaseLeases(
         self,
         request: kv_transfer_pb2.ReleaseLeasesRequest,
-        context: "grpc.aio.ServicerContext[Any, Any]",  # noqa: ARG002 (gRPC's signature)
+        context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> kv_transfer_pb2.ReleaseLeasesResponse:
         """Ends leases."""
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]

@@ -150,6 +150,15 @@ async def test_a_lease_is_kept_alive_while_there_is_no_room_for_its_blocks() -> 
 
 
 @in_virtual_time
+async def test_a_renewal_that_fails_does_not_end_the_renewing() -> None:
+    """One lost renewal is nothing: the next one keeps the lease."""
+    bench = Bench()
+    async with keep_alive(_LosesFirstRenewal(bench.transport), bench.ticket):
+        await asyncio.sleep(300)
+    await bench.receive()
+
+
+@in_virtual_time
 async def test_renewals_stop_with_the_hand_over() -> None:
     """After a hand-over nobody renews: its tasks are gone."""
     bench = Bench(Fault(FaultKind.LOSE_RENEWALS))
@@ -211,27 +220,53 @@ def _piece(ordinal: int, offset: int, num_bytes: int) -> KvChunk:
 
 
 @pytest.mark.parametrize(
+    "piece",
+    [
+        _piece(0, 0, BLOCK_BYTES + 1),
+        _piece(0, 8, 8),
+        _piece(1, 0, 8),
+        _piece(3, 0, 8),
+        _piece(2**32 - 1, 0, 8),
+    ],
+)
+@in_virtual_time
+async def test_a_piece_that_does_not_belong_is_not_written(piece: KvChunk) -> None:
+    """Oversize, misplaced and unknown pieces are KV_LOST, and no byte of them reaches any block."""
+    bench = Bench()
+    receiver = KVReceiver(ScriptedTransport([piece]), bench.store, FINGERPRINT)
+    with pytest.raises(KvLostError):
+        await receiver.receive(bench.ticket, RESERVED, 0)
+    assert contents(bench.store, POOL) == bench.before
+
+
+@pytest.mark.parametrize(
     "messages",
     [
-        [_piece(0, 0, BLOCK_BYTES + 1)],
-        [_piece(0, 0, 0)],
-        [_piece(0, 8, 8)],
-        [_piece(1, 0, 8)],
-        [_piece(3, 0, 8)],
         [_piece(0, 0, 40), _piece(0, 40, 40)],
         [_piece(0, 0, 8), _piece(1, 0, 8)],
+        [_piece(0, 0, 8), _piece(0, 0, 8)],
         [PullEnd(FIRST_TOKEN)],
         [],
     ],
 )
 @in_virtual_time
-async def test_a_piece_that_does_not_belong_is_refused(messages: Sequence[KvMessage]) -> None:
-    """Oversize, empty, misplaced, unknown and early pieces are KV_LOST, and stay out of other blocks."""
+async def test_pieces_that_do_not_fit_together_are_refused(messages: Sequence[KvMessage]) -> None:
+    """Pieces that overlap, skip or repeat bytes, or end too early, are KV_LOST, and stay out of other blocks."""
     bench = Bench()
     receiver = KVReceiver(ScriptedTransport(messages), bench.store, FINGERPRINT)
     with pytest.raises(KvLostError):
         await receiver.receive(bench.ticket, RESERVED, 0)
     bench.assert_others_untouched()
+
+
+@in_virtual_time
+async def test_an_empty_piece_is_refused() -> None:
+    """A peer that sends nothing, again and again, does not look alive."""
+    bench = Bench()
+    messages = [message async for message in bench.local.pull(bench.ticket, [])]
+    receiver = KVReceiver(ScriptedTransport([_piece(0, 0, 0), *messages]), bench.store, FINGERPRINT)
+    with pytest.raises(KvLostError):
+        await receiver.receive(bench.ticket, RESERVED, 0)
 
 
 @in_virtual_time
@@ -330,3 +365,17 @@ class _SlowRelease(FaultyTransport):
     async def release(self, ticket: KvTicket) -> LeaseState:
         await asyncio.sleep(self._delay_s)
         return await super().release(ticket)
+
+
+class _LosesFirstRenewal(FaultyTransport):
+    """Fails once."""
+
+    def __init__(self, next_transport: KVTransport) -> None:
+        super().__init__(next_transport, ())
+        self._num_renewals = 0
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        self._num_renewals += 1
+        if self._num_renewals == 1:
+            raise KvLostError("lost")
+        return await super().renew(ticket)

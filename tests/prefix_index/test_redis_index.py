@@ -7,6 +7,8 @@ import pytest
 from redis.asyncio import Redis
 
 from paceline.core.clock import ManualClock
+from paceline.core.prefix import WorkerKey
+from paceline.core.request import BootEpoch, WorkerId
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from tests.prefix_index.blocks import ANNE, BERT, chain, entries
 from tests.prefix_index.conftest import EmbeddedRedis
@@ -235,6 +237,16 @@ async def test_a_server_that_lies_costs_answers_and_no_error(
         assert await index.lookup(HASHES) == {}
         await index.publish(ANNE, entries(HASHES))
         await index.remove(ANNE, entries(HASHES))
+        await index.aclose()
+
+
+async def test_a_server_that_tells_too_much_is_cut_short(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A look-up never gives a worker more blocks than were asked for."""
+    path = tmp_path_factory.mktemp("liar") / "liar.sock"
+    answer = b"*5\r\n" + 5 * b"*2\r\n$1\r\na\r\n$3\r\n1:2\r\n"
+    async with await asyncio.start_unix_server(_liar(answer), path):
+        index = RedisPrefixIndex(f"unix://{path}", budget_s=5.0)
+        assert await index.lookup(HASHES) == {WorkerKey(WorkerId("a"), BootEpoch(1)): 3}
         await index.aclose()
 
 
