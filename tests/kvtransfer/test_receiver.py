@@ -143,9 +143,31 @@ async def test_renewals_keep_a_lease_through_a_slow_hand_over() -> None:
 async def test_a_lease_is_kept_alive_while_there_is_no_room_for_its_blocks() -> None:
     """A receiver may wait for room as long as it likes, and pull then."""
     bench = Bench()
-    async with keep_alive(bench.transport, bench.ticket):
+    async with bench.receiver.hold(bench.ticket) as hand_over:
         await asyncio.sleep(300)
-    await bench.receive()
+        await hand_over.receive(RESERVED, 0)
+    assert contents(bench.store, RESERVED) == bench.computed
+    bench.assert_given_back()
+    assert bench.owner.leases.stats().num_late_releases == 0
+
+
+@in_virtual_time
+async def test_a_lease_is_given_back_when_its_receiver_leaves_before_there_is_room() -> None:
+    """A request that is cancelled while it waits for room frees the owner's blocks at once."""
+    bench = Bench()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(7), bench.receiver.hold(bench.ticket):
+            await asyncio.sleep(300)
+    assert virtual_clock() == pytest.approx(7)
+    bench.assert_given_back()
+
+
+@in_virtual_time
+async def test_a_held_lease_that_nobody_reads_is_given_back() -> None:
+    """A receiver that finds it needs nothing leaves nothing behind either."""
+    bench = Bench()
+    async with bench.receiver.hold(bench.ticket):
+        pass
     bench.assert_given_back()
 
 
