@@ -15,7 +15,7 @@
     │   ├── DrainingError              DRAINING
     │   └── PeerLostError              PEER_LOST
     ├── DeadlineError              DEADLINE_EXCEEDED, with the phase
-    ├── CancelledRequestError      the caller left; not a failure
+    ├── CancelledRequestError      CANCELLED: the caller left; not a failure
     ├── FingerprintMismatchError   FINGERPRINT_MISMATCH, naming the field
     ├── KvError                    a hand-over failed; recovered under a new attempt
     │   ├── KvLostError                KV_LOST
@@ -23,7 +23,7 @@
     │   └── KvChecksumError            KV_CHECKSUM
     ├── UnsupportedModelError      ARCHITECTURE_UNSUPPORTED: refused at start
     ├── InvariantError             INVARIANT: our own bug
-    ├── ConfigError                a setting that cannot work; ends the process at start
+    ├── ConfigError                CONFIG: a setting that cannot work; ends the process at start
     └── ProcessLostError           START: a process of a local cluster does not come up, or not back
 
 Only `paceline/runtime/grpc_status.py` knows which gRPC code each one becomes.

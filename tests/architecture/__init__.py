@@ -1,0 +1,1 @@
+"""The house itself: documents that are true, floors, fresh stubs, files of a readable size."""

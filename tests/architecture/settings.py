@@ -1,0 +1,20 @@
+"""The settings of our programs as a document may show them: flags, and defaults as text."""
+
+import dataclasses
+
+
+def flags_of(config: type) -> set[str]:
+    """The flag of every setting."""
+    return set(defaults_of(config))
+
+
+def defaults_of(config: type) -> dict[str, str]:
+    """Every setting's flag, and its default as it is written; "" for none."""
+    fields = [field for field in dataclasses.fields(config) if field.name != "config"]
+    return {f"--{field.name.replace('_', '-')}": _shown(field.default) for field in fields}
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else str(default)
