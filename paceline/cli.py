@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -112,6 +112,8 @@ async def _connect(address: str) -> PacelineClient:
 
 def _ask() -> str | None:
     """The next line, or None at the end; a prompt is shown only where somebody types."""
+    with suppress(ImportError):
+        import readline  # noqa: F401, PLC0415 - gives input() a line editor, on the systems that have it
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
