@@ -25,9 +25,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """Takes sequences and gives tokens until the stream breaks; then everything it brought is given up."""
         session = DecodeSession(self._worker)
         reader = asyncio.create_task(_read(session, request_iterator))
+        # However the reading ends, by the router or by a bug of ours, the stream ends too.
+        reader.add_done_callback(lambda _: session.end())
         try:
             while events := await session.take_events():
                 yield decode_pb2.DecodeResponse(events=events)
+            await reader
         finally:
             reader.cancel()
             await session.aclose()
@@ -39,4 +42,3 @@ async def _read(session: DecodeSession, requests: AsyncIterator[decode_pb2.Decod
             session.submit(request.submit)
         else:
             session.cancel(request.cancel)
-    session.end()

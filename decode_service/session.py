@@ -45,8 +45,10 @@ class DecodeSession:
             return
         self._live.add(sequence_id)
         if message.HasField("ticket"):
-            hand_over = self._hand_over(spec, ticket_from_proto(message.ticket))
-            self._hand_overs[sequence_id] = asyncio.create_task(hand_over)
+            hand_over = asyncio.create_task(self._hand_over(spec, ticket_from_proto(message.ticket)))
+            self._hand_overs[sequence_id] = hand_over
+            # Not in the task itself: cancelled before it begins, it would never get there.
+            hand_over.add_done_callback(lambda _: self._hand_overs.pop(sequence_id, None))
         else:
             self._worker.engine.submit(spec, SequenceRole.GENERATE, self._take)
 
@@ -55,7 +57,7 @@ class DecodeSession:
         self._give_up(SequenceId(RequestId(message.request_id), message.attempt))
 
     def end(self) -> None:
-        """The router sends nothing more."""
+        """Nothing more will come from the router."""
         self._ended = True
         self._wake.set()
 
@@ -85,14 +87,17 @@ class DecodeSession:
         """
         sequence_id, started_s = spec.sequence_id, time.monotonic()
         try:
-            reserved = await self._reserve(spec)
-            received = await self._worker.receiver.receive(ticket, reserved.block_ids, reserved.num_held)
-        except BaseException as error:
+            async with self._worker.receiver.hold(ticket) as hand_over:
+                reserved = await self._reserve(spec)
+                received = await hand_over.receive(reserved.block_ids, reserved.num_held)
+        except asyncio.CancelledError:
+            self._worker.engine.release(sequence_id)
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it was, the router must hear of it
             self._worker.engine.release(sequence_id)
             self._fail_hand_over(sequence_id, error)
-            raise
+            return
         finally:
-            self._hand_overs.pop(sequence_id, None)
             self._reservations.pop(sequence_id, None)
         self._worker.num_blocks_pulled += received.num_blocks
         self._send(
@@ -113,9 +118,7 @@ class DecodeSession:
         self._worker.engine.submit(spec, SequenceRole.AWAIT_KV, self._take)
         return await reservation
 
-    def _fail_hand_over(self, sequence_id: SequenceId, error: BaseException) -> None:
-        if not isinstance(error, Exception) or sequence_id not in self._live:
-            return
+    def _fail_hand_over(self, sequence_id: SequenceId, error: Exception) -> None:
         self._live.discard(sequence_id)
         if not isinstance(error, PacelineError):
             log.error("hand_over_failed", request_id=sequence_id.request_id, exc_info=error)
@@ -124,7 +127,7 @@ class DecodeSession:
     def _give_up(self, sequence_id: SequenceId) -> None:
         self._live.discard(sequence_id)
         hand_over = self._hand_overs.get(sequence_id)
-        if hand_over is not None:
+        if hand_over is not None and not hand_over.done():
             hand_over.cancel()
         else:
             self._worker.engine.release(sequence_id)
@@ -138,7 +141,7 @@ class DecodeSession:
     def _take_one(self, event: Event) -> None:
         match event:
             case Reserved():
-                self._reservations[event.sequence_id].set_result(event)
+                self._take_reservation(event)
             case Started():
                 started = decode_pb2.SequenceStarted(
                     cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
@@ -152,6 +155,12 @@ class DecodeSession:
                 self._take_failure(event)
             case _:
                 raise AssertionError(f"a decode worker never gives {type(event).__name__}")
+
+    def _take_reservation(self, event: Reserved) -> None:
+        reservation = self._reservations.get(event.sequence_id)
+        # A hand-over that is being cancelled waits for it no more, and releases the blocks itself.
+        if reservation is not None and not reservation.done():
+            reservation.set_result(event)
 
     def _take_failure(self, event: Failed) -> None:
         reservation = self._reservations.get(event.sequence_id)

@@ -13,7 +13,7 @@ from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
 from kvtransfer.keep_alive import keep_alive
 from kvtransfer.landing import Landing
 from kvtransfer.transports.base import KVTransport
-from paceline.core.errors import KvLostError, LeaseExpiredError, PacelineError
+from paceline.core.errors import KvError, KvLostError, LeaseExpiredError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken
@@ -22,9 +22,13 @@ from paceline.core.ticket import KvTicket
 
 @dataclass(frozen=True, slots=True)
 class HandOverTimes:
-    """How long a receiver waits for the next message and for the answer to a release, and how often it renews."""
+    """How long a receiver waits for the next message and for the answer to a release, and how often it renews.
+
+    A stall is a wait of `stall_timeout_s` without a message; after each the owner is asked whether it is still there.
+    """
 
     stall_timeout_s: float = 20.0
+    max_stalls: int = 15
     release_timeout_s: float = 2.0
     renew_every_s: float = 5.0
 
@@ -126,13 +130,35 @@ class HandOver:
         return message.first_token
 
     async def _next(self, messages: AsyncGenerator[KvMessage, None]) -> KvMessage:
+        """The next message. A chunk may take long to compute, behind others; but the owner must be there meanwhile."""
+        arriving = asyncio.ensure_future(anext(messages, None))
         try:
-            async with asyncio.timeout(self._times.stall_timeout_s):
-                return await anext(messages)
-        except TimeoutError:
-            raise KvLostError(f"no block came for {self._times.stall_timeout_s:g} s; prefill again") from None
-        except StopAsyncIteration:
-            raise KvLostError("the blocks stopped before their end; prefill again") from None
+            await self._until_done(arriving)
+        finally:
+            await _cancelled(arriving)
+        message = arriving.result()
+        if message is None:
+            raise KvLostError("the blocks stopped before their end; prefill again")
+        return message
+
+    async def _until_done(self, arriving: "asyncio.Future[KvMessage | None]") -> None:
+        for _ in range(self._times.max_stalls):
+            done, _ = await asyncio.wait({arriving}, timeout=self._times.stall_timeout_s)
+            if done:
+                return
+            await self._require_owner()
+        raise KvLostError("the owner answers, but its blocks do not come; prefill again")
+
+    async def _require_owner(self) -> None:
+        """A silent owner may be busy with others' chunks; one that does not answer, or knows no lease, is lost."""
+        stalled = f"no block came for {self._times.stall_timeout_s:g} s, and the owner"
+        try:
+            async with asyncio.timeout(self._times.release_timeout_s):
+                state = await self._transport.renew(self._ticket)
+        except (KvError, TimeoutError):
+            raise KvLostError(f"{stalled} does not answer; prefill again") from None
+        if state is not LeaseState.VALID:
+            raise KvLostError(f"{stalled} holds the lease no more; prefill again")
 
     async def _confirm(self) -> None:
         """Only the owner knows whether the blocks were still the lease's when the last byte was read."""
@@ -143,3 +169,9 @@ class HandOver:
             raise KvLostError("the owner did not say whether the lease still held; prefill again") from None
         if state is not LeaseState.VALID:
             raise LeaseExpiredError(f"lease {self._ticket.lease_id} ended before the last byte was safe")
+
+
+async def _cancelled(task: "asyncio.Future[KvMessage | None]") -> None:
+    """Returns when the task has ended, cancelling it if need be: its generator can be closed only then."""
+    task.cancel()
+    await asyncio.wait({task})

@@ -32,7 +32,9 @@ class RouterConfig:
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
     max_attempts: int = option(3, "times a request is tried when workers fail")
     recovery_wait_s: float = option(20.0, "seconds a request waits for a worker to come back before it fails")
-    max_buffered_tokens: int = option(1024, "tokens a slow client may leave unread before its request ends")
+    max_buffered_events: int = option(
+        1024, "messages with tokens that a slow client may leave unread before its request ends"
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")

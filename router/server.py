@@ -52,7 +52,7 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
 @asynccontextmanager
 async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
     """The workers, watched until the end of the block."""
-    registry = WorkerRegistry(Channels(), config.max_buffered_tokens)
+    registry = WorkerRegistry(Channels(), config.max_buffered_events)
     tiers = (
         (config.prefill_addresses, inference_pb2.WORKER_ROLE_PREFILL),
         (config.decode_addresses, inference_pb2.WORKER_ROLE_DECODE),
@@ -81,12 +81,16 @@ async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
 
 
 async def _report_readiness(config: RouterConfig, server: GrpcServer, registry: WorkerRegistry) -> None:
-    """Serving while each configured tier has somebody in it."""
+    """Serving from when every worker has been found, and then while requests can be placed."""
+    num_configured = len(config.prefill_addresses) + len(config.decode_addresses)
+    complete = False
     while True:
         changed = registry.changed
-        has_decode = bool(registry.views(inference_pb2.WORKER_ROLE_DECODE))
-        has_prefill = bool(registry.views(inference_pb2.WORKER_ROLE_PREFILL)) or not config.prefill_addresses
-        await server.set_serving(serving=has_decode and has_prefill)
+        num_prefill = len(registry.views(inference_pb2.WORKER_ROLE_PREFILL))
+        num_decode = len(registry.views(inference_pb2.WORKER_ROLE_DECODE))
+        complete = complete or num_prefill + num_decode == num_configured
+        can_place = num_decode > 0 and (num_prefill > 0 or config.mode != "always")
+        await server.set_serving(serving=complete and can_place)
         await changed.wait()
 
 

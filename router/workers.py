@@ -73,7 +73,7 @@ class WorkerRegistry:
     """Owned by the router's event loop. Losing Redis removes nobody; only a broken stream does."""
 
     channels: Channels
-    max_buffered_tokens: int
+    max_buffered_events: int
     _known: dict[WorkerKey, _Known] = field(default_factory=dict)
     # Set, and replaced by a new one, when a worker has come or gone.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,7 +157,7 @@ class WorkerRegistry:
         """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
         link, carrying = None, None
         if info.role == inference_pb2.WORKER_ROLE_DECODE:
-            link = DecodeLink(self.channels.get(address), info.worker_id, self.max_buffered_tokens)
+            link = DecodeLink(self.channels.get(address), info.worker_id, self.max_buffered_events)
             carrying = asyncio.create_task(link.run())
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
         if carrying is not None:

@@ -134,7 +134,7 @@ class AsyncEngine:
         if result is not None:
             self._on_changes(result.changes)
             for sink, events in self._by_sink(result.events).items():
-                sink(events)
+                _tell(sink, events)
         self.stats = stats
 
     def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
@@ -154,8 +154,16 @@ class AsyncEngine:
         self._failed = True
         sinks, self._sinks = self._sinks, {}
         for sequence_id, sink in sinks.items():
-            sink([Failed(sequence_id, _dead())])
+            _tell(sink, [Failed(sequence_id, _dead())])
         self._on_failure(error)
+
+
+def _tell(sink: Sink, events: Sequence[Event]) -> None:
+    """One sink's bug must not cost the others their tokens."""
+    try:
+        sink(events)
+    except Exception:
+        log.exception("sink_failed")
 
 
 def _dead() -> InvariantError:

@@ -46,11 +46,6 @@ async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: error
     raise AssertionError("abort_with_status never returns")
 
 
-def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """ErrorInfo.reason of a failed call; "" when the other side gave none."""
-    return str(_error_info(error).reason)
-
-
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineError:
     """A failed call to another of our processes as one of our errors; `peer` names it in the message."""
     info = _error_info(error)

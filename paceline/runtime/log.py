@@ -4,6 +4,12 @@ import logging
 import sys
 
 import structlog
+import structlog.tracebacks
+
+# Tracebacks without local variables: those hold prompts.
+_TRACEBACKS = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
 
 
 def configure_logging(service: str, worker_id: str, level: str) -> None:
@@ -13,7 +19,7 @@ def configure_logging(service: str, worker_id: str, level: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.dict_tracebacks,
+            _TRACEBACKS,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

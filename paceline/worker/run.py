@@ -20,12 +20,18 @@ from paceline.worker.worker import Worker, open_worker
 # Adds the tier's own service to the server and returns the service's full name.
 AddService = Callable[[grpc.aio.Server, Worker], str]
 
+_SHARED_SERVICES = (
+    kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+)
+_LOG_NAMES = {inference_pb2.WORKER_ROLE_PREFILL: "prefill", inference_pb2.WORKER_ROLE_DECODE: "decode"}
+
 log = get_logger()
 
 
 def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService) -> int:
     """Runs a worker until SIGTERM or SIGINT; gives the exit status."""
-    configure_logging(inference_pb2.WorkerRole.Name(role), config.worker_id, config.log_level)
+    configure_logging(_LOG_NAMES[role], config.worker_id, config.log_level)
     return run_service(lambda stop: _serve(config, role, add_service, stop))
 
 
@@ -38,16 +44,7 @@ async def _serve(
         name = add_service(server.grpc, worker)
         add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
-        await server.start(
-            [name]
-            + [
-                f.services_by_name[s].full_name
-                for f, s in (
-                    (kv_transfer_pb2.DESCRIPTOR, "KvTransferService"),
-                    (worker_pb2.DESCRIPTOR, "WorkerService"),
-                )
-            ]
-        )
+        await server.start([name, *_SHARED_SERVICES])
         await server.set_serving(serving=True)
         log.info("serving", address=config.listen)
         await _until_stopped(worker, stop)

@@ -50,7 +50,7 @@ class Worker:
         if self.draining.is_set():
             raise DrainingError(f"{self.key.worker_id} is draining")
         num_tokens = len(spec.prompt_ids) + spec.max_tokens
-        if num_tokens > self.loaded.max_model_tokens + 1:
+        if num_tokens > self.loaded.max_model_tokens:
             raise InvariantError(
                 f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}"
             )
@@ -68,7 +68,7 @@ class Worker:
         self.draining.set()
         try:
             async with asyncio.timeout(grace_s):
-                while not self.is_idle:
+                while not self.is_idle:  # noqa: ASYNC110 - engine and leases have no event in common
                     await asyncio.sleep(_DRAIN_LOOK_S)
         except TimeoutError:
             return

@@ -190,12 +190,30 @@ async def test_renewals_stop_with_the_hand_over() -> None:
 
 @in_virtual_time
 async def test_a_stall_is_kv_lost() -> None:
-    """When nothing comes for the stall time-out the receiver gives up, and gives the lease back."""
+    """When nothing comes for too many stall time-outs the receiver gives up, though the owner answers."""
     bench = Bench(Fault(FaultKind.STALL, at=3))
     with pytest.raises(KvLostError):
         await bench.receive()
-    assert virtual_clock() == pytest.approx(20)
+    assert virtual_clock() == pytest.approx(15 * 20)
     bench.assert_given_back()
+
+
+@in_virtual_time
+async def test_a_stall_of_an_owner_that_is_gone_is_kv_lost_at_once() -> None:
+    """When nothing comes and the owner does not answer either, one stall time-out is enough."""
+    bench = Bench(Fault(FaultKind.STALL, at=3), Fault(FaultKind.LOSE_RENEWALS))
+    with pytest.raises(KvLostError):
+        await bench.receive()
+    assert virtual_clock() < 20 + 5
+    bench.assert_given_back()
+
+
+@in_virtual_time
+async def test_a_chunk_that_waits_behind_others_is_no_stall() -> None:
+    """While the owner answers, a block may take longer than the stall time-out."""
+    bench = Bench(Fault(FaultKind.DELAY, at=3, delay_s=70.0))
+    received = await bench.receive()
+    assert received.num_blocks == 3
 
 
 @in_virtual_time
