@@ -15,12 +15,12 @@ import jinja2
 
 from paceline.core.errors import BadPromptError, ConfigError
 from paceline.core.request import ChatMessage, Prompt
+from paceline.runtime.wire import ROLES
 from router.token_bytes import TextDecoder, TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-ROLES = ("system", "user", "assistant")
 # Words, spaces, several scripts, a character of four bytes: enough to see whether we read the decoder right.
 _SAMPLE = "Hello, world! It's  1 + 1 = 2.\n\tÇa va? 你好 🙂 don't"
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from router.detokenizer import Detokenizer
 from router.tokenizer import Tokenizer
+from tests.router.reference import first_stop
 
 Cuts = st.lists(st.integers(1, 4), max_size=8)
 
@@ -40,12 +41,6 @@ def _stream(
     return text, deltas[-1].matched_stop, sum(delta.num_tokens for delta in deltas)
 
 
-def _first_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the first complete stop string ends, and which it is: by definition, without any cleverness."""
-    ends = [(end, -len(s), s) for s in stop for end in range(1, len(text) + 1) if text[:end].endswith(s)]
-    return (min(ends)[0], min(ends)[2]) if ends else None
-
-
 @given(ids=_ids(500), cuts=Cuts)
 def test_deltas_joined_equal_the_library_decode(
     byte_level: Tokenizer, ids: list[int], cuts: list[int]
@@ -75,7 +70,7 @@ def test_stop_strings_cut_the_text_where_they_are_first_complete(
 ) -> None:
     """However tokens are cut, the text ends at the first complete stop string, the longest of those that end there."""
     whole = _stream(tokenizer, [ids])[0].removesuffix(_tail(tokenizer, ids))
-    found = _first_stop(whole, stop)
+    found = first_stop(whole, stop)
     text, matched, num_tokens = _stream(tokenizer, _cut(ids, cuts), stop, include_stop=include_stop)
     if found is None:
         assert (text, matched, num_tokens) == (tokenizer.decode(ids), None, len(ids))
