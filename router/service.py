@@ -2,7 +2,8 @@
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -11,14 +12,13 @@ from paceline.core.clock import monotonic
 from paceline.core.errors import (
     BadStopError,
     DeadlineError,
-    InvariantError,
     NoEndpointError,
     PacelineError,
     PromptTooLongError,
 )
 from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixIndex
-from paceline.runtime.grpc_status import abort_with
+from paceline.runtime.grpc_status import abort_with, as_paceline_error
 from paceline.runtime.log import get_logger
 from paceline.runtime.version import VERSION
 from paceline.runtime.wire import parse_generate, parse_tokenize
@@ -36,6 +36,15 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].ful
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request that has been taken, and what becomes of it."""
+
+    request: Request
+    job: Job
+    output: OutputStream
 
 
 class InferenceServicer:
@@ -75,37 +84,28 @@ class InferenceServicer:
     async def Generate(self, raw: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Generates from one prompt."""
         request_id = RequestId(secrets.token_hex(16))
-        try:
-            async with aclosing(self._generate(raw, request_id, context.time_remaining())) as responses:
-                async for response in responses:
-                    yield response
-        except PacelineError as error:
-            log.info("request_refused", request_id=request_id, reason=error.reason)
-            await abort_with(context, error)
-        except Exception as error:
-            log.exception("request_failed", request_id=request_id)
-            bug = InvariantError(
-                f"unexpected {type(error).__name__}; a bug, logged with request {request_id}"
-            )
-            await abort_with(context, bug)
+        async with _status_of_errors(context, request_id):
+            with self._admission.admit() as position:
+                call = await self._prepare(raw, request_id, position, context.time_remaining())
+                async with aclosing(self._run(call)) as responses:
+                    async for response in responses:
+                        yield response
 
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""
-        try:
+        async with _status_of_errors(context, ""):
             limits = self._limits(self._require_served())
             token_ids = await self._tokenizer.aencode(parse_tokenize(raw, limits))
             return inference_pb2.TokenizeResponse(
                 token_ids=token_ids, max_prompt_tokens=limits.max_prompt_tokens
             )
-        except PacelineError as error:
-            await abort_with(context, error)
 
     async def GetServerInfo(self, raw: bytes, context: _Context) -> inference_pb2.GetServerInfoResponse:
         """Says what is served."""
-        try:
-            served = self._require_served()
-        except PacelineError as error:
-            await abort_with(context, error)
+        async with _status_of_errors(context, ""):
+            return self._server_info(self._require_served())
+
+    def _server_info(self, served: ServedModel) -> inference_pb2.GetServerInfoResponse:
         limits = self._limits(served)
         return inference_pb2.GetServerInfoResponse(
             model_id=served.model_id,
@@ -125,35 +125,44 @@ class InferenceServicer:
             workers=self._registry.infos(),
         )
 
-    async def _generate(
-        self, raw: bytes, request_id: RequestId, time_remaining_s: float | None
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _prepare(
+        self, raw: bytes, request_id: RequestId, position: int, time_remaining_s: float | None
+    ) -> _Call:
+        """Everything before the first worker hears of the request; raises what refuses it."""
         timeline = RequestTimeline()
-        with self._admission.admit() as position:
-            limits = self._limits(self._require_served())
-            request = parse_generate(raw, limits)
-            prompt_ids = await self._tokenizer.aencode(request.prompt)
-            job = self._job(request, request_id, prompt_ids, limits, timeline)
-            job.deadline_s = None if time_remaining_s is None else timeline.received_s + time_remaining_s
-            if job.deadline_s is not None and job.deadline_s <= monotonic():
+        limits = self._limits(self._require_served())
+        request = parse_generate(raw, limits)
+        prompt_ids = await self._tokenizer.aencode(request.prompt)
+        job = self._job(request, request_id, prompt_ids, limits, timeline)
+        if time_remaining_s is not None:
+            job.deadline_s = timeline.received_s + time_remaining_s
+            if job.deadline_s <= monotonic():
                 raise DeadlineError("queued")
-            output = OutputStream(
-                self._tokenizer,
-                request.stopping,
-                timeline,
-                request_id=request_id,
-                num_prompt_tokens=len(prompt_ids),
-                queue_position=position,
-            )
-            try:
-                async with aclosing(self._dispatcher.run(job)) as events:
-                    async for event in events:
-                        for response in output.take(event):
-                            yield response
-                        if output.finish_reason is not None:
-                            return
-            finally:
-                _log_end(job, output, request)
+        output = OutputStream(
+            self._tokenizer,
+            request.stopping,
+            timeline,
+            request_id=request_id,
+            num_prompt_tokens=len(prompt_ids),
+            queue_position=position,
+        )
+        return _Call(request, job, output)
+
+    async def _run(self, call: _Call) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        ended = "cancelled"
+        try:
+            async with aclosing(self._dispatcher.run(call.job)) as events:
+                async for event in events:
+                    for response in call.output.take(event):
+                        yield response
+                    if call.output.finish_reason is not None:
+                        ended = call.output.finish_reason.value
+                        return
+        except Exception as error:
+            ended = as_paceline_error(error).reason
+            raise
+        finally:
+            _log_end(call, ended)
 
     def _job(
         self,
@@ -198,16 +207,29 @@ class InferenceServicer:
         )
 
 
-def _log_end(job: Job, output: OutputStream, request: Request) -> None:
+@asynccontextmanager
+async def _status_of_errors(context: _Context, request_id: str) -> AsyncIterator[None]:
+    """Ends the call with the status of whatever error leaves the body; a bug is logged, without its text."""
+    try:
+        yield
+    except PacelineError as error:
+        log.info("request_refused", request_id=request_id, reason=error.reason)
+        await abort_with(context, error)
+    except Exception as error:
+        log.exception("request_failed", request_id=request_id)
+        await abort_with(context, as_paceline_error(error))
+
+
+def _log_end(call: _Call, ended: str) -> None:
     """One line a request: facts, never text."""
-    timeline = job.timeline.to_proto()
+    timeline = call.job.timeline.to_proto()
     log.info(
         "request_done",
-        request_id=job.spec.sequence_id.request_id,
-        client_request_id=request.client_request_id[:64],
-        finish_reason=output.finish_reason.value if output.finish_reason else "cancelled",
-        num_prompt_tokens=len(job.spec.prompt_ids),
-        num_output_tokens=output.num_output_tokens,
+        request_id=call.job.spec.sequence_id.request_id,
+        client_request_id=call.request.client_request_id[:64],
+        ended=ended,
+        num_prompt_tokens=len(call.job.spec.prompt_ids),
+        num_output_tokens=call.output.num_output_tokens,
         prefill_worker=timeline.prefill_worker,
         decode_worker=timeline.decode_worker,
         attempts=timeline.attempts,

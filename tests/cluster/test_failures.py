@@ -133,7 +133,7 @@ async def test_a_killed_client_gives_everything_back(tmp_path: Path, tiny_tokeni
         after = await cluster.load("decode-0")
         # Nothing is left to run, and the steps since the cancel are the one under way and no other.
         assert after.max_steps_to_release <= 2
-        assert '"finish_reason": "cancelled"' in cluster.logs()
+        assert '"ended": "cancelled"' in cluster.logs()
 
 
 async def test_losing_redis_changes_no_token(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
