@@ -1,5 +1,8 @@
 """Fixtures that many tests share."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,6 +10,8 @@ import pytest
 
 from tests.fake_inference import FakeInference, serve_fake_inference
 from tests.tiny_model import write_tiny_model, write_tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +31,19 @@ async def fake_inference() -> AsyncIterator[FakeInference]:
     """A fake InferenceService, listening."""
     async with serve_fake_inference() as service:
         yield service
+
+
+@pytest.fixture(scope="session")
+def node_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Node example after `npm ci`, in a copy, so that the checkout stays as it is."""
+    npm = shutil.which("npm")
+    # Where CI has no node, the tests fail: there they must not go missing unseen.
+    if npm is None and not os.environ.get("CI"):
+        pytest.skip("node and npm are not installed")
+    root = tmp_path_factory.mktemp("node")
+    skip_installed = shutil.ignore_patterns("node_modules")
+    shutil.copytree(ROOT / "examples" / "node", root / "examples" / "node", ignore=skip_installed)
+    shutil.copytree(ROOT / "protos", root / "protos")
+    directory = root / "examples" / "node"
+    subprocess.run([npm or "npm", "ci"], cwd=directory, check=True, capture_output=True, timeout=100)
+    return directory

@@ -22,6 +22,7 @@ const definition = protoLoader.loadSync("paceline/v1/inference.proto", {
   longs: Number,
   enums: String,
   oneofs: true,
+  defaults: true, // an empty text is "", not undefined
 });
 const { InferenceService } = grpc.loadPackageDefinition(definition).paceline.v1;
 const client = new InferenceService(address, grpc.credentials.createInsecure());

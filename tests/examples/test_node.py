@@ -1,63 +1,39 @@
 """The Node example, installed as its reader would install it."""
 
 import asyncio
-import os
-import shutil
-import subprocess
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
-import pytest
-
+from tests.conftest import ROOT
 from tests.fake_inference import ENDLESS, TOO_LONG, FakeInference
 
-ROOT = Path(__file__).parents[2]
-NPM = shutil.which("npm")
 
-# Where CI has no node, the tests fail: there they must not go missing unseen.
-pytestmark = pytest.mark.skipif(
-    NPM is None and not os.environ.get("CI"), reason="node and npm are not installed"
-)
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example after `npm ci`, in a copy, so that the checkout stays as it is."""
-    root = tmp_path_factory.mktemp("node")
-    skip_installed = shutil.ignore_patterns("node_modules")
-    shutil.copytree(ROOT / "examples" / "node", root / "examples" / "node", ignore=skip_installed)
-    shutil.copytree(ROOT / "protos", root / "protos")
-    directory = root / "examples" / "node"
-    subprocess.run([NPM or "npm", "ci"], cwd=directory, check=True, capture_output=True, timeout=100)
-    return directory
-
-
-async def _run(example: Path, *args: str) -> tuple[int | None, str, str]:
+async def _run(node_example: Path, *args: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        "node", example / "generate.mjs", *args, stdout=PIPE, stderr=PIPE
+        "node", node_example / "generate.mjs", *args, stdout=PIPE, stderr=PIPE
     )
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_the_example_streams_an_answer(example: Path, fake_inference: FakeInference) -> None:
+async def test_the_example_streams_an_answer(node_example: Path, fake_inference: FakeInference) -> None:
     """Text goes to stdout, the finish and its usage to stderr, and the process ends by itself."""
-    status, out, err = await _run(example, "one two", fake_inference.address)
+    status, out, err = await _run(node_example, "one two", fake_inference.address)
     assert (status, out) == (0, "one two")
     assert err == "\nFINISH_REASON_STOP: 2 tokens, 2 cached, prefill-0 -> decode-0\n"
 
 
-async def test_the_example_shows_an_error(example: Path, fake_inference: FakeInference) -> None:
+async def test_the_example_shows_an_error(node_example: Path, fake_inference: FakeInference) -> None:
     """A refusal is one line on stderr and exit 1."""
-    status, out, err = await _run(example, TOO_LONG, fake_inference.address)
+    status, out, err = await _run(node_example, TOO_LONG, fake_inference.address)
     assert (status, out) == (1, "")
     assert err.endswith("shorten it (INVALID_ARGUMENT)\n")
 
 
-async def test_ctrl_c_cancels_on_the_server(example: Path, fake_inference: FakeInference) -> None:
+async def test_ctrl_c_cancels_on_the_server(node_example: Path, fake_inference: FakeInference) -> None:
     """SIGINT ends the call, and the server's handler is cancelled."""
     process = await asyncio.create_subprocess_exec(
-        "node", example / "generate.mjs", ENDLESS, fake_inference.address, stdout=PIPE, stderr=PIPE
+        "node", node_example / "generate.mjs", ENDLESS, fake_inference.address, stdout=PIPE, stderr=PIPE
     )
     assert process.stdout is not None
     await process.stdout.readuntil(ENDLESS.encode())
