@@ -61,7 +61,7 @@ async def test_grpcurl_needs_no_protos(idle_fake_cluster: Cluster) -> None:
     # Objects one after another, in protobuf's JSON.
     assert '"reason": "FINISH_REASON_LENGTH"' in out
     for token_id in fake_tokens((4, 5, 6), 3, VOCAB_SIZE, EOS_ID):
-        assert f'"tokenIds": [{token_id}]' in " ".join(out.split()).replace("[ ", "[").replace(" ]", "]")
+        assert f'"token_ids": [{token_id}]' in " ".join(out.split()).replace("[ ", "[").replace(" ]", "]")
 
 
 async def test_the_python_example_runs(idle_fake_cluster: Cluster) -> None:
