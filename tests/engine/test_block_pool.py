@@ -30,9 +30,7 @@ def _publish_chain(
     return published
 
 
-def _lookup(
-    pool: BlockPool, tokens: tuple[int, ...] = TOKENS, root: BlockHash = ROOT
-) -> list[CachedBlock]:
+def _lookup(pool: BlockPool, tokens: tuple[int, ...] = TOKENS, root: BlockHash = ROOT) -> list[CachedBlock]:
     return pool.lookup(root, hash_full_blocks(root, tokens, pool.block_size), tokens)
 
 
@@ -70,7 +68,7 @@ def test_a_published_prefix_is_found_up_to_the_first_difference() -> None:
     pool = BlockPool(8, 4)
     published = _publish_chain(pool, pool.allocate(3))
     assert _lookup(pool) == published
-    assert _lookup(pool, TOKENS[:7] + (0,) + TOKENS[8:]) == published[:1]
+    assert _lookup(pool, (*TOKENS[:7], 0, *TOKENS[8:])) == published[:1]
     assert _lookup(pool, (0, *TOKENS[1:])) == []
 
 

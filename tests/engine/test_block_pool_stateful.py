@@ -1,10 +1,13 @@
 """Random histories of a block pool against what the memory of its blocks would hold."""
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.core.block_hash import BlockHash, chain_root, hash_block
 from paceline.core.kv_layout import BlockId
@@ -14,6 +17,8 @@ from paceline.engine.block_pool import BlockPool, CachedBlock
 BLOCK_SIZE = 2
 ROOTS = [chain_root(b"model", scope) for scope in ("a", "b")]
 Tokens = tuple[int, ...]
+# Few and alike, so that the same prefixes are computed at the same time, evicted, and computed again.
+PROMPTS: list[Tokens] = [(0, 0, 0, 0), (0, 0, 0, 0, 0, 0), (0, 0, 1, 1, 1), (1, 1, 1)]
 
 
 @dataclass(eq=False)
@@ -28,38 +33,36 @@ class Holder:
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Prompts over two letters come, are computed block by block, and go; memory is always short."""
+    """Prompts that share prefixes come, are computed block by block, and go; memory is always short."""
 
-    holders = Bundle("holders")
     hash_bytes = 16
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(7, BLOCK_SIZE)
+        self.pool = BlockPool(8, BLOCK_SIZE)
         self.live: list[Holder] = []
         # What was computed into each block: the whole prefix that its content depends on.
         self.memory: dict[BlockId, tuple[BlockHash, Tokens]] = {}
         self.entries: set[PrefixEntry] = set()
 
-    @rule(target=holders, root=st.sampled_from(ROOTS), letters=st.lists(st.integers(0, 1), max_size=9))
-    def start(self, root: BlockHash, letters: list[int]) -> Holder:
+    @rule(root=st.sampled_from(ROOTS), tokens=st.sampled_from(PROMPTS))
+    def start(self, root: BlockHash, tokens: Tokens) -> None:
         """A prompt comes: its cached prefix is found, and the rest gets blocks if there is room."""
-        tokens = tuple(letters)
         hashes = self._hashes(root, tokens)
         hits = self.pool.lookup(root, hashes, tokens)
         for ordinal, hit in enumerate(hits):
             assert self.memory[hit.block_id] == (root, tokens[: (ordinal + 1) * BLOCK_SIZE])
         num_new = -(-len(tokens) // BLOCK_SIZE) - len(hits)
         if self.pool.num_free_after(hits) < num_new:
-            return Holder(root, (), [], [])
+            return
         block_ids = self.pool.acquire(hits) + self._allocate(num_new)
-        holder = Holder(root, tokens, block_ids, list(hits), hashes)
-        self.live.append(holder)
-        return holder
+        self.live.append(Holder(root, tokens, block_ids, list(hits), hashes))
 
-    @rule(holder=holders)
-    def compute(self, holder: Holder) -> None:
-        """The next full block is computed, and published unless the chain is broken."""
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 7))
+    def compute(self, index: int) -> None:
+        """The next full block of a sequence is computed, and published unless the chain is broken."""
+        holder = self.live[index % len(self.live)]
         ordinal = len(holder.published)
         if ordinal == len(holder.hashes):
             return
@@ -72,12 +75,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if cached is not None:
             holder.published.append(cached)
 
-    @rule(holder=consumes(holders))
-    def finish(self, holder: Holder) -> None:
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 7))
+    def finish(self, index: int) -> None:
         """A sequence ends and lets go."""
-        if holder in self.live:
-            self.live.remove(holder)
-            self.pool.release(holder.block_ids)
+        self.pool.release(self.live.pop(index % len(self.live)).block_ids)
+
+    @rule()
+    def exhaust(self) -> None:
+        """Somebody needs all the memory for a moment: nothing stays cached that nobody holds."""
+        self.pool.release(self._allocate(self.pool.num_free))
 
     @rule()
     def take_changes(self) -> None:
@@ -125,3 +132,26 @@ TestBlockPool = BlockPoolMachine.TestCase
 TestBlockPool.settings = SETTINGS
 TestCollidingBlockPool = CollidingBlockPoolMachine.TestCase
 TestCollidingBlockPool.settings = SETTINGS
+
+
+@pytest.mark.parametrize("machine", [BlockPoolMachine, CollidingBlockPoolMachine])
+def test_long_histories_keep_the_books_right(machine: type[BlockPoolMachine]) -> None:
+    """What takes many steps to go wrong, such as a prefix that is evicted before its continuation, does not."""
+    rng = random.Random(5)
+    for _ in range(100):
+        pool = machine()
+        for _ in range(200):
+            _random_step(pool, rng)
+            pool.books_are_right()
+
+
+def _random_step(machine: BlockPoolMachine, rng: random.Random) -> None:
+    steps: dict[str, Callable[[], None]] = {
+        "start": lambda: machine.start(rng.choice(ROOTS), rng.choice(PROMPTS)),
+        "exhaust": machine.exhaust,
+        "take_changes": machine.take_changes,
+    }
+    if machine.live:
+        steps |= {"compute": lambda: machine.compute(rng.randrange(8))}
+        steps |= {"finish": lambda: machine.finish(rng.randrange(8))}
+    steps[rng.choice(list(steps))]()
