@@ -131,11 +131,11 @@ class AsyncEngine:
     # -- the event loop
 
     def _deliver(self, result: StepResult | None, stats: EngineStats) -> None:
+        self.stats = stats
         if result is not None:
             self._on_changes(result.changes)
             for sink, events in self._by_sink(result.events).items():
-                sink(events)
-        self.stats = stats
+                _tell(sink, events)
 
     def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
         grouped: defaultdict[Sink, list[Event]] = defaultdict(list)
@@ -154,8 +154,16 @@ class AsyncEngine:
         self._failed = True
         sinks, self._sinks = self._sinks, {}
         for sequence_id, sink in sinks.items():
-            sink([Failed(sequence_id, _dead())])
+            _tell(sink, [Failed(sequence_id, _dead())])
         self._on_failure(error)
+
+
+def _tell(sink: Sink, events: Sequence[Event]) -> None:
+    """A sink that raises is a bug of its owner; the others must hear of their sequences all the same."""
+    try:
+        sink(events)
+    except Exception:
+        log.exception("sink_failed", num_events=len(events))
 
 
 def _dead() -> InvariantError:
