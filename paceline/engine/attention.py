@@ -20,7 +20,17 @@ from paceline.engine.kv_cache import KVCache
 ATTENTION_NAME = "paceline_paged"
 
 # Arguments of the attention call that change nothing for us. Anything else that is set is refused, never ignored.
-_HARMLESS = frozenset({"is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,11 @@ def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
         raise UnsupportedModelError(
             "the model asks for dropout in its attention; it is not in evaluation mode"
         )
-    unknown = [name for name in rest if name == "position_bias"]
-    if unknown:
+    if not rest.pop("is_causal", True):
+        raise UnsupportedModelError("the model's attention looks ahead; only causal attention is supported")
+    if rest:
         raise UnsupportedModelError(
-            f"the model's attention needs {', '.join(unknown)}, which is not supported"
+            f"the model's attention needs {', '.join(sorted(rest))}, which is not supported"
         )
     return AttentionRules(scaling, window, softcap, sinks)
 

@@ -1,5 +1,6 @@
-"""A scheduler with the fake runner, stepped by hand; its books are checked after every step."""
+"""A scheduler with a runner, mostly the fake one, stepped by hand; its books are checked after every step."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FinishReason, FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPool
+from paceline.engine.engine import Runner
 from paceline.engine.events import Event, Failed, NewTokens, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_next_token
 from paceline.engine.scheduler import (
@@ -53,11 +55,11 @@ class Bench:
         max_num_seqs: int = 8,
         eos: Iterable[int] = (),
         hash_block: HashBlock = hash_block,
-        block_size: int = BLOCK_SIZE,
+        runner: Runner | None = None,
     ) -> None:
         self.clock = ManualClock(100.0)
-        self.pool = BlockPool(num_blocks, block_size)
-        self.runner = FakeModelRunner(num_blocks, block_size, VOCAB_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.runner = runner or FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
         self.eos = frozenset(eos)
         config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model")
         self.scheduler = Scheduler(
@@ -78,6 +80,7 @@ class Bench:
     def commit(self, spec: SequenceSpec, first: FirstToken) -> None:
         """Brings the KV of a parked sequence from outside, then commits it."""
         reserved = self.one(spec.sequence_id, Reserved)
+        assert isinstance(self.runner, FakeModelRunner)
         fill(self.runner, spec.known_ids, reserved.block_ids, reserved.num_held)
         self.scheduler.commit(spec.sequence_id, first)
         self.scheduler.check_invariants()
@@ -124,18 +127,18 @@ class Bench:
     def tokens(self, sequence_id: SequenceId) -> list[int]:
         """The new tokens of a sequence; that their numbers have no gap is checked."""
         new = self.of(sequence_id, NewTokens)
-        for before, after in zip(new, new[1:], strict=False):
+        for before, after in itertools.pairwise(new):
             assert after.first_index == before.first_index + len(before.token_ids)
         return [token_id for event in new for token_id in event.token_ids]
 
     def end(self, sequence_id: SequenceId) -> FinishReason | PacelineError | None:
         """How a sequence ended; that it did so once, and said nothing after, is checked."""
         events = self.events[sequence_id]
-        ends = [event for event in events if _is_end(event)]
+        ends = [event for event in events if _end_of(event) is not None]
         if not ends:
             return None
         assert ends == [events[-1]], "an end is one, and the last word"
-        return ends[0].error if isinstance(ends[0], Failed) else ends[0].finish_reason
+        return _end_of(ends[0])
 
     def of(self, sequence_id: SequenceId, kind: type[E]) -> list[E]:
         """The events of one kind."""
@@ -160,8 +163,10 @@ class Bench:
             written |= mine
 
 
-def _is_end(event: Event) -> bool:
-    return isinstance(event, Failed) or (isinstance(event, NewTokens) and event.finish_reason is not None)
+def _end_of(event: Event) -> FinishReason | PacelineError | None:
+    if isinstance(event, Failed):
+        return event.error
+    return event.finish_reason if isinstance(event, NewTokens) else None
 
 
 def fill(

@@ -265,7 +265,11 @@ async def test_a_failure_of_the_engine_reaches_every_sink() -> None:
     async with _running(_engine(runner), on_failure=failures.append) as engine:
         parked = _submit(engine, make_spec("parked"), SequenceRole.AWAIT_KV)
         assert isinstance(await anext(parked), Reserved)
-        queues = [parked, _submit(engine, make_spec("a", max_tokens=30)), _submit(engine, make_spec("b", (13,)))]
+        queues = [
+            parked,
+            _submit(engine, make_spec("a", max_tokens=30)),
+            _submit(engine, make_spec("b", (13,))),
+        ]
         ends = [(await _until_end(queue))[-1] for queue in queues]
         late = (await _until_end(_submit(engine, make_spec("late"))))[-1]
     for end in (*ends, late):

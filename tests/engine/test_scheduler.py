@@ -174,7 +174,9 @@ def test_a_full_hit_still_computes_the_last_token() -> None:
         bench.add(make_spec(name, PROMPT))
         bench.run()
     assert bench.one(make_id("second"), Started).num_cached_tokens == len(PROMPT) - 4
-    assert bench.tokens(make_id("second")) == bench.tokens(make_id("first")) == oracle(make_spec("x", PROMPT))[0]
+    assert (
+        bench.tokens(make_id("second")) == bench.tokens(make_id("first")) == oracle(make_spec("x", PROMPT))[0]
+    )
 
 
 def test_a_prompt_one_longer_than_its_blocks_hits_all_of_them() -> None:
@@ -267,7 +269,11 @@ def test_a_prefill_names_all_blocks_at_its_start_and_tells_when_each_is_ready() 
     assert started.block_hashes == hash_full_blocks(chain_root(b"model", ""), PROMPT[:18], 4)
     bench.run()
     ready = bench.of(sequence_id, BlocksReady)
-    assert [(event.num_computed_tokens, len(event.checksums)) for event in ready] == [(7, 1), (14, 2), (18, 2)]
+    assert [(event.num_computed_tokens, len(event.checksums)) for event in ready] == [
+        (7, 1),
+        (14, 2),
+        (18, 2),
+    ]
     checksums = [checksum for event in ready for checksum in event.checksums]
     assert checksums == [bench.runner.memory.checksum(block_id) for block_id in started.block_ids]
     assert bench.tokens(sequence_id)
