@@ -181,7 +181,7 @@ class Dispatcher:
                 async for response in responses:
                     match response.WhichOneof("event"):
                         case "started":
-                            job.timeline.worker_queue_s += response.started.queued_s
+                            job.timeline.note_worker_queue(response.started.queued_s)
                             num_cached = response.started.cached_tokens
                             ticket = ticket_from_proto(response.started.ticket)
                             handle = link.submit(spec, ticket)
@@ -226,7 +226,7 @@ class Dispatcher:
         async for event in handle:
             match event.WhichOneof("event"):
                 case "started":
-                    job.timeline.worker_queue_s += event.started.queued_s
+                    job.timeline.note_worker_queue(event.started.queued_s)
                     yield PromptComputed(event.started.cached_tokens, job.timeline.decode_worker)
                 case "kv_received":
                     received = event.kv_received

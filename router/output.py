@@ -72,8 +72,6 @@ class OutputStream:
         return [self._response(prefill_done=done)]
 
     def _tokens(self, event: Tokens) -> list[_Response]:
-        if not event.token_ids:
-            return []
         # The token that ends the output is no part of its text, unless the client wants to see it.
         ends_hidden = (
             event.finish_reason in (FinishReason.STOP, FinishReason.EOS) and not self._stopping.include_stop
@@ -88,13 +86,17 @@ class OutputStream:
             ]
         if event.finish_reason is None:
             return self._delta(delta.text, event.token_ids)
-        stop_token_id = event.token_ids[-1] if event.finish_reason is FinishReason.STOP else None
+        # Without a token, a repeated message brings an end whose token was seen before.
+        is_stop = event.finish_reason is FinishReason.STOP and event.token_ids
+        stop_token_id = event.token_ids[-1] if is_stop else None
         return [
             *self._delta(delta.text + self._detokenizer.flush(), event.token_ids),
             self._finish(event.finish_reason, stop_token_id=stop_token_id),
         ]
 
     def _delta(self, text: str, token_ids: tuple[int, ...]) -> list[_Response]:
+        if not text and not token_ids:
+            return []
         self.num_output_tokens += len(token_ids)
         return [self._response(delta=inference_pb2.Delta(text=text, token_ids=token_ids))]
 

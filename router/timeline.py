@@ -30,12 +30,19 @@ class RequestTimeline:
     def note_dispatch(self) -> None:
         """An attempt begins."""
         self.num_attempts += 1
-        self.dispatched_s = self.dispatched_s or self.clock()
+        if self.dispatched_s is None:
+            self.dispatched_s = self.clock()
+
+    def note_worker_queue(self, duration_s: float) -> None:
+        """A worker has let the request wait. After the first token that is a part of the decode."""
+        if self.first_token_s is None:
+            self.worker_queue_s += duration_s
 
     def note_tokens(self) -> None:
         """Tokens have come."""
         self.last_token_s = self.clock()
-        self.first_token_s = self.first_token_s or self.last_token_s
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s
 
     def note_transfer(self, num_blocks: int, num_bytes: int, duration_s: float) -> None:
         """A hand-over is complete."""
@@ -45,13 +52,13 @@ class RequestTimeline:
 
     def to_proto(self) -> inference_pb2.Timeline:
         """The public form."""
-        dispatched_s = self.dispatched_s or self.received_s
-        first_s = self.first_token_s or dispatched_s
+        dispatched_s = _first(self.dispatched_s, self.received_s)
+        first_s = _first(self.first_token_s, dispatched_s)
         return inference_pb2.Timeline(
             queued_s=dispatched_s - self.received_s + self.worker_queue_s,
             prefill_s=max(0.0, first_s - dispatched_s - self.worker_queue_s),
             transfer_s=self.transfer_s,
-            decode_s=(self.last_token_s or first_s) - first_s,
+            decode_s=_first(self.last_token_s, first_s) - first_s,
             preemptions=self.num_preemptions,
             kv_bytes=self.kv_bytes,
             kv_blocks=self.kv_blocks,
@@ -59,3 +66,7 @@ class RequestTimeline:
             decode_worker=self.decode_worker,
             attempts=self.num_attempts,
         )
+
+
+def _first(time_s: float | None, otherwise_s: float) -> float:
+    return otherwise_s if time_s is None else time_s

@@ -20,8 +20,10 @@ class ModelFingerprint:
 
     def digest(self) -> bytes:
         """One name for all of it, 16 bytes."""
-        text = "\n".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+        values = [str(getattr(self, field.name)).encode() for field in fields(self)]
+        # Lengths first: no value can pass for a part of its neighbour.
+        lengths = " ".join(str(len(value)) for value in values).encode()
+        return hashlib.blake2b(lengths + b":" + b"".join(values), digest_size=16).digest()
 
     def require_same(self, theirs: "ModelFingerprint") -> None:
         """Raises FingerprintMismatchError with the first field that differs."""

@@ -131,11 +131,11 @@ class AsyncEngine:
     # -- the event loop
 
     def _deliver(self, result: StepResult | None, stats: EngineStats) -> None:
+        self.stats = stats
         if result is not None:
             self._on_changes(result.changes)
             for sink, events in self._by_sink(result.events).items():
                 _tell(sink, events)
-        self.stats = stats
 
     def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
         grouped: defaultdict[Sink, list[Event]] = defaultdict(list)
@@ -159,11 +159,11 @@ class AsyncEngine:
 
 
 def _tell(sink: Sink, events: Sequence[Event]) -> None:
-    """One sink's bug must not cost the others their tokens."""
+    """A sink that raises is a bug of its owner; the others must hear of their sequences all the same."""
     try:
         sink(events)
     except Exception:
-        log.exception("sink_failed")
+        log.exception("sink_failed", num_events=len(events))
 
 
 def _dead() -> InvariantError:

@@ -19,6 +19,19 @@ from paceline.engine.kv_cache import KVCache
 
 ATTENTION_NAME = "paceline_paged"
 
+# Arguments of the attention call that change nothing for us. Anything else that is set is refused, never ignored.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
@@ -63,20 +76,23 @@ def paged_attention(
 
 
 def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
-    """What the call's keyword arguments ask for; raises UnsupportedModelError for a bias by position.
-
-    Others exist that concern caches and masks which we do not use. A model that would be served wrongly for want of one
-    is refused when it is loaded, by comparison with its own attention.
-    """
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if "position_bias" in given:
-        raise UnsupportedModelError("the model's attention adds a bias by position, which is not supported")
-    return AttentionRules(
-        scaling=given.get("scaling", key_dim**-0.5),
-        window=given.get("sliding_window"),
-        softcap=given.get("softcap"),
-        sinks=given.get("s_aux", given.get("sinks")),
-    )
+    """What the call's keyword arguments ask for; raises UnsupportedModelError for what is not honoured."""
+    rest = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
+    scaling = rest.pop("scaling", key_dim**-0.5)
+    window = rest.pop("sliding_window", None)
+    softcap = rest.pop("softcap", None)
+    sinks = rest.pop("s_aux", rest.pop("sinks", None))
+    if rest.pop("dropout", 0.0) != 0.0:
+        raise UnsupportedModelError(
+            "the model asks for dropout in its attention; it is not in evaluation mode"
+        )
+    if not rest.pop("is_causal", True):
+        raise UnsupportedModelError("the model's attention looks ahead; only causal attention is supported")
+    if rest:
+        raise UnsupportedModelError(
+            f"the model's attention needs {', '.join(sorted(rest))}, which is not supported"
+        )
+    return AttentionRules(scaling, window, softcap, sinks)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -> Tensor:

@@ -83,7 +83,7 @@ class BlockPool:
             start = ordinal * self.block_size
             parent = found[-1] if found else None
             if not _same(cached, root, parent, token_ids[start : start + self.block_size]):
-                self._num_collisions += 1
+                self._num_collisions += not self._is_stray(cached)
                 break
             found.append(cached)
         return found
@@ -127,15 +127,19 @@ class BlockPool:
     ) -> CachedBlock | None:
         """Makes a computed, full block findable.
 
-        Returns the cached block with this content, which is another one if it was there first; None on a hash
-        collision, after which nothing that follows this block may be published either.
+        Returns the cached block with this content, which is another one if it was there first. None on a hash collision
+        or when the parent has been evicted, after which nothing that follows this block may be published either.
         """
+        if parent is not None and not self._is_cached(parent):
+            return None
         present = self._by_hash.get(block_hash)
         if present is not None:
             if _same(present, root, parent, token_ids):
                 return present
-            self._num_collisions += 1
-            return None
+            if not self._is_stray(present):
+                self._num_collisions += 1
+                return None
+            self._forget(present)
         head_hash = parent.head_hash if parent else block_hash
         cached = CachedBlock(block_id, block_hash, root, parent, tuple(token_ids), head_hash, checksum)
         self._by_hash[block_hash] = self._by_block[block_id] = cached
@@ -167,14 +171,27 @@ class BlockPool:
             assert num_refs == held[BlockId(block_id)], f"block {block_id}: {num_refs} references, not {held}"
             assert (num_refs == 0) == (BlockId(block_id) in self._free), f"block {block_id} is free and held"
         assert len(self._by_hash) == len(self._by_block)
-        assert all(self._by_hash[cached.block_hash] is cached for cached in self._by_block.values())
+        assert all(self._is_cached(cached) for cached in self._by_block.values())
+
+    def _is_cached(self, cached: CachedBlock) -> bool:
+        return self._by_hash.get(cached.block_hash) is cached
+
+    def _is_stray(self, cached: CachedBlock) -> bool:
+        """Whether nobody can find it any more, since the block that it follows was evicted before it.
+
+        That happens when two sequences computed one prompt, and the one that published the beginning left first.
+        """
+        return cached.parent is not None and not self._is_cached(cached.parent)
+
+    def _forget(self, cached: CachedBlock) -> None:
+        del self._by_hash[cached.block_hash], self._by_block[cached.block_id]
+        self._changed[cached.entry()] = False
 
     def _take_free(self) -> BlockId:
         block_id, _ = self._free.popitem(last=False)
-        cached = self._by_block.pop(block_id, None)
+        cached = self._by_block.get(block_id)
         if cached is not None:
-            del self._by_hash[cached.block_hash]
-            self._changed[cached.entry()] = False
+            self._forget(cached)
             self._num_evictions += 1
         self._num_refs[block_id] = 1
         return block_id

@@ -50,7 +50,10 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is over without an end of its own; its blocks are free."""
+    """The sequence is over without an end of its own.
+
+    Its blocks are free; those of a PREFILL_ONLY one that has started are held until it is released.
+    """
 
     sequence_id: SequenceId
     error: PacelineError

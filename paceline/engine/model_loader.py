@@ -26,6 +26,9 @@ from paceline.engine.kv_cache import TORCH_DTYPES
 
 _PROBE_NAME = "paceline_probe"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
+# How far a layer may look. What else there is, such as attention in chunks, a model does by its mask alone, which is
+# never built here: left unchecked it would be served wrongly as soon as a prompt is longer than a chunk.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -47,14 +50,15 @@ def load_model(directory: Path, dtype: str, block_size: int) -> LoadedModel:
     Safetensors only, and no code out of the directory.
     """
     model = _from_pretrained(directory, dtype)
+    _require_known_layers(model)
     layout = KVLayout(probe_layers(model), block_size, dtype)
     model.set_attn_implementation(ATTENTION_NAME)
-    text_config = model.config.get_text_config()
+    text_config, eos_token_ids = model.config.get_text_config(), _eos_token_ids(directory, model)
     return LoadedModel(
         model=model,
         layout=layout,
-        fingerprint=fingerprint_of(directory, layout),
-        eos_token_ids=_eos_token_ids(directory, model),
+        fingerprint=fingerprint_of(directory, layout, eos_token_ids),
+        eos_token_ids=eos_token_ids,
         vocab_size=text_config.vocab_size,
         max_model_tokens=text_config.max_position_embeddings,
     )
@@ -90,9 +94,11 @@ def probe_layers(model: PreTrainedModel) -> tuple[LayerKV, ...]:
     return tuple(seen[layer] for layer in range(num_layers))
 
 
-def fingerprint_of(directory: Path, layout: KVLayout) -> ModelFingerprint:
+def fingerprint_of(directory: Path, layout: KVLayout, eos_token_ids: frozenset[int]) -> ModelFingerprint:
     """Digests of the directory's files by content."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # Both tiers decide where an output ends, so they must agree on it.
+    config["eos_token_ids"] = sorted(eos_token_ids)
     return ModelFingerprint(
         weights=_digest_files(sorted(directory.glob("*.safetensors"))),
         tokenizer=_digest_files(directory / name for name in _TOKENIZER_FILES),
@@ -120,6 +126,15 @@ def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
             f"cannot load the model in {directory}: {str(error).partition(chr(10))[0]}"
         ) from error
     return cast("PreTrainedModel", model.eval())  # type: ignore[no-untyped-call] # it has no annotations
+
+
+def _require_known_layers(model: PreTrainedModel) -> None:
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    unknown = sorted(set(layer_types) - _LAYER_TYPES)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{_name(model)} has layers of a kind that cannot be served: {', '.join(unknown)}"
+        )
 
 
 def _eos_token_ids(directory: Path, model: PreTrainedModel) -> frozenset[int]:

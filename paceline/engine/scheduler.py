@@ -269,7 +269,11 @@ class Scheduler:
         late = [s for s in (*self._waiting, *self._running) if s.deadline_s <= now_s]
         events: list[Event] = [Failed(s.sequence_id, DeadlineError(s.phase)) for s in late]
         for sequence in late:
-            self.release(sequence.sequence_id)
+            # Whoever has been told of a PREFILL_ONLY sequence's blocks may be reading them.
+            if sequence.role is SequenceRole.PREFILL_ONLY and sequence.announced:
+                self._hold(sequence)
+            else:
+                self.release(sequence.sequence_id)
         return events
 
     # -- growing and preempting
@@ -344,9 +348,7 @@ class Scheduler:
     def _take_token(self, sequence: Sequence, token_id: int) -> Event:
         finish_reason = sequence.append(token_id, self.config.eos_token_ids)
         if sequence.role is SequenceRole.PREFILL_ONLY:
-            # Done, but its blocks are held until they are released.
-            self._running.remove(sequence)
-            sequence.status = SequenceStatus.FINISHED
+            self._hold(sequence)
         elif finish_reason is not None:
             self.release(sequence.sequence_id)
         return NewTokens(
@@ -356,6 +358,11 @@ class Scheduler:
             finish_reason=finish_reason,
             num_preemptions=sequence.num_preemptions,
         )
+
+    def _hold(self, sequence: Sequence) -> None:
+        """Ends a PREFILL_ONLY sequence; its blocks are held until it is released."""
+        self._running.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
 
     # -- small things
 

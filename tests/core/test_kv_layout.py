@@ -1,0 +1,46 @@
+"""The geometry of a block in plain numbers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.kv_layout import KVLayout, LayerKV
+from tests.factories import make_layout
+
+
+def test_a_block_holds_keys_and_values_of_every_layer() -> None:
+    """Bytes of a block: tokens, times heads, times key and value size, over all layers, times the element size."""
+    layout = KVLayout((LayerKV(2, 8, 4), LayerKV(1, 16, 16)), block_size=4, dtype="float32")
+    assert layout.block_items == 4 * (2 * (8 + 4) + 1 * (16 + 16))
+    assert layout.block_bytes == 4 * layout.block_items
+    assert replace(layout, dtype="bfloat16").block_bytes == 2 * layout.block_items
+
+
+@given(num_tokens=st.integers(0, 1000), block_size=st.integers(1, 64))
+def test_just_enough_blocks_for_tokens(num_tokens: int, block_size: int) -> None:
+    """The blocks hold all tokens, and one block less would not."""
+    num_blocks = make_layout(block_size=block_size).num_blocks_for(num_tokens)
+    assert num_blocks * block_size >= num_tokens > (num_blocks - 1) * block_size
+
+
+def test_equal_layouts_have_equal_digests() -> None:
+    """A digest is a name: made twice it is the same."""
+    assert make_layout().digest() == make_layout().digest()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_layout(3),
+        make_layout(block_size=8),
+        make_layout(dtype="bfloat16"),
+        replace(make_layout(), layers=(LayerKV(2, 8, 4), LayerKV(2, 4, 8))),
+        replace(make_layout(), layers=(LayerKV(4, 4, 2), LayerKV(4, 4, 2))),
+    ],
+    ids=["layers", "block-size", "dtype", "one-layer", "same-bytes"],
+)
+def test_different_layouts_have_different_digests(other: KVLayout) -> None:
+    """Whatever changes the meaning of a block's bytes changes the name, also where the size stays."""
+    assert other.digest() != make_layout().digest()

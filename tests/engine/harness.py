@@ -1,0 +1,177 @@
+"""A scheduler with a runner, mostly the fake one, stepped by hand; its books are checked after every step."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from paceline.core.block_hash import BlockHash, hash_block
+from paceline.core.clock import ManualClock
+from paceline.core.errors import PacelineError
+from paceline.core.kv_layout import BlockId
+from paceline.core.request import FinishReason, FirstToken, SequenceId, SequenceSpec
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.engine import Runner
+from paceline.engine.events import Event, Failed, NewTokens, Reserved
+from paceline.engine.fake import FakeModelRunner, fake_next_token
+from paceline.engine.scheduler import (
+    ScheduledSequence,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    StepOutput,
+)
+from paceline.engine.sequence import SequenceRole
+from tests.factories import BLOCK_SIZE, make_id
+
+VOCAB_SIZE = 50
+E = TypeVar("E", bound=Event)
+HashBlock = Callable[[BlockHash, Sequence[int]], BlockHash]
+
+
+def oracle(
+    spec: SequenceSpec, *, vocab_size: int = VOCAB_SIZE, eos: frozenset[int] = frozenset()
+) -> tuple[list[int], FinishReason]:
+    """All output tokens of a sequence and how it ends, computed one after the other without any engine."""
+    output = list(spec.output_ids)
+    while True:
+        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size)
+        output.append(token_id)
+        if token_id in spec.stop_token_ids:
+            return output, FinishReason.STOP
+        if token_id in eos and not spec.ignore_eos:
+            return output, FinishReason.EOS
+        if len(output) == spec.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+class Bench:
+    """Keeps everything that was said about each sequence."""
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        *,
+        max_num_batched_tokens: int = 16,
+        max_num_seqs: int = 8,
+        eos: Iterable[int] = (),
+        hash_block: HashBlock = hash_block,
+        runner: Runner | None = None,
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.runner = runner or FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+        self.eos = frozenset(eos)
+        config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model")
+        self.scheduler = Scheduler(
+            config, self.pool, self.runner.memory.checksum, clock=self.clock, hash_block=hash_block
+        )
+        self.outputs: list[SchedulerOutput] = []
+        self.events: dict[SequenceId, list[Event]] = {}
+
+    # -- commands
+
+    def add(self, spec: SequenceSpec, role: SequenceRole = SequenceRole.GENERATE) -> SequenceId:
+        """Queues a sequence a moment after the last one."""
+        self.clock.advance(0.001)
+        self.scheduler.add(spec, role)
+        self.events.setdefault(spec.sequence_id, [])
+        return spec.sequence_id
+
+    def commit(self, spec: SequenceSpec, first: FirstToken) -> None:
+        """Brings the KV of a parked sequence from outside, then commits it."""
+        reserved = self.one(spec.sequence_id, Reserved)
+        assert isinstance(self.runner, FakeModelRunner)
+        fill(self.runner, spec.known_ids, reserved.block_ids, reserved.num_held)
+        self.scheduler.commit(spec.sequence_id, first)
+        self.scheduler.check_invariants()
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Gives a sequence up."""
+        self.scheduler.release(sequence_id)
+        self.scheduler.check_invariants()
+
+    # -- steps
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, execute, update; the output's promises are checked, and so are the books."""
+        output = self.scheduler.schedule()
+        self._check(output)
+        computed = self.runner.execute(output) if output.scheduled else StepOutput()
+        for event in self.scheduler.update(output, computed):
+            self.events[event.sequence_id].append(event)
+        self.scheduler.check_invariants()
+        self.outputs.append(output)
+        return output
+
+    def steps(self, num_steps: int) -> None:
+        """Some steps."""
+        for _ in range(num_steps):
+            self.step()
+
+    def run(self, *, max_steps: int = 500) -> int:
+        """Steps until nothing is scheduled any more; says how many it took."""
+        for num_steps in range(max_steps):
+            if not self.step().scheduled:
+                return num_steps
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.stats()}")
+
+    # -- what came of it
+
+    def computed(self) -> list[dict[str, int]]:
+        """How many tokens of which request each step computed, in the order of the batch."""
+        return [
+            {item.sequence_id.request_id: len(item.token_ids) for item in output.scheduled}
+            for output in self.outputs
+        ]
+
+    def tokens(self, sequence_id: SequenceId) -> list[int]:
+        """The new tokens of a sequence; that their numbers have no gap is checked."""
+        new = self.of(sequence_id, NewTokens)
+        for before, after in itertools.pairwise(new):
+            assert after.first_index == before.first_index + len(before.token_ids)
+        return [token_id for event in new for token_id in event.token_ids]
+
+    def end(self, sequence_id: SequenceId) -> FinishReason | PacelineError | None:
+        """How a sequence ended; that it did so once, and said nothing after, is checked."""
+        events = self.events[sequence_id]
+        ends = [event for event in events if _end_of(event) is not None]
+        if not ends:
+            return None
+        assert ends == [events[-1]], "an end is one, and the last word"
+        return _end_of(ends[0])
+
+    def of(self, sequence_id: SequenceId, kind: type[E]) -> list[E]:
+        """The events of one kind."""
+        return [event for event in self.events[sequence_id] if isinstance(event, kind)]
+
+    def one(self, sequence_id: SequenceId, kind: type[E]) -> E:
+        """The only event of its kind."""
+        (event,) = self.of(sequence_id, kind)
+        return event
+
+    def _check(self, output: SchedulerOutput) -> None:
+        config = self.scheduler.config
+        assert sum(len(item.token_ids) for item in output.scheduled) <= config.max_num_batched_tokens
+        assert len(output.scheduled) <= config.max_num_seqs
+        assert len({item.sequence_id for item in output.scheduled}) == len(output.scheduled)
+        assert all(item.token_ids for item in output.scheduled), "nothing to compute is not scheduled"
+        written: set[BlockId] = set()
+        for item in output.scheduled:
+            size = self.pool.block_size
+            mine = set(item.block_table[item.start // size : -(-item.end // size)])
+            assert not mine & written, "two sequences write to one block"
+            written |= mine
+
+
+def _end_of(event: Event) -> FinishReason | PacelineError | None:
+    if isinstance(event, Failed):
+        return event.error
+    return event.finish_reason if isinstance(event, NewTokens) else None
+
+
+def fill(
+    runner: FakeModelRunner, token_ids: tuple[int, ...], block_ids: tuple[BlockId, ...], num_held: int
+) -> None:
+    """Writes a prompt's KV as a receiver would: into the blocks that do not hold it already."""
+    start = num_held * runner.memory.block_size
+    runner._write(ScheduledSequence(make_id(), token_ids[start:], start, block_ids, None))

@@ -1,0 +1,95 @@
+"""The memory of the blocks."""
+
+import pytest
+import torch
+import xxhash
+
+from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.engine.kv_cache import KVCache
+from tests.factories import make_layout
+
+LAYOUT = KVLayout((LayerKV(2, 8, 4), LayerKV(1, 6, 6)), block_size=4, dtype="float32")
+
+
+def _filled(layout: KVLayout = LAYOUT, num_blocks: int = 3) -> KVCache:
+    """A cache in which every element is another number."""
+    cache = KVCache(layout, num_blocks)
+    start = 0
+    for view in (*cache.keys, *cache.values):
+        view.copy_(torch.arange(start, start + view.numel()).view(view.shape))
+        start += view.numel()
+    return cache
+
+
+def test_views_have_the_shape_of_their_layer() -> None:
+    """Blocks, tokens of a block, heads, and the layer's own key and value sizes."""
+    cache = KVCache(LAYOUT, 3)
+    assert [tuple(view.shape) for view in cache.keys] == [(3, 4, 2, 8), (3, 4, 1, 6)]
+    assert [tuple(view.shape) for view in cache.values] == [(3, 4, 2, 4), (3, 4, 1, 6)]
+
+
+def test_a_block_is_one_run_of_bytes_over_all_layers() -> None:
+    """Its bytes are its keys and values, layer by layer, and nothing of its neighbours."""
+    cache = _filled()
+    for block_id in range(3):
+        parts = [
+            view[block_id].contiguous().numpy().tobytes()
+            for layer in range(2)
+            for view in (cache.keys[layer], cache.values[layer])
+        ]
+        assert bytes(cache.read(BlockId(block_id))) == b"".join(parts)
+        assert sum(map(len, parts)) == cache.block_bytes == LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_block_written_from_bytes_equals_the_one_read(dtype: str) -> None:
+    """Read out of one cache and written into another in pieces, all layers hold the same; other blocks are untouched."""
+    layout = make_layout(dtype=dtype)
+    source, target = _filled(layout), _filled(layout)
+    before = bytes(target.read(BlockId(1)))
+    data = bytes(source.read(BlockId(2)))
+    for offset in range(0, len(data), 100):
+        target.write(BlockId(0), offset, data[offset : offset + 100])
+    for mine, theirs in zip((*source.keys, *source.values), (*target.keys, *target.values), strict=True):
+        assert torch.equal(mine[2], theirs[0])
+    assert bytes(target.read(BlockId(1))) == before
+
+
+def test_a_write_stays_inside_its_block() -> None:
+    """A piece that would reach into the next block is refused; one that fits exactly is not."""
+    cache = KVCache(LAYOUT, 2)
+    with pytest.raises(AssertionError):
+        cache.write(BlockId(0), cache.block_bytes - 3, b"1234")
+    cache.write(BlockId(0), cache.block_bytes - 4, b"1234")
+    assert bytes(cache.read(BlockId(0))[-4:]) == b"1234"
+
+
+def test_what_is_read_cannot_be_written_through() -> None:
+    """A reader of a lease sees the block and cannot change it."""
+    with pytest.raises(TypeError):
+        _filled().read(BlockId(0))[0] = 1
+
+
+def test_a_checksum_is_that_of_the_bytes() -> None:
+    """XXH3-64 of the whole block: one changed byte changes it, and changing it back restores it."""
+    cache = _filled()
+    first, byte = cache.checksum(BlockId(1)), bytes(cache.read(BlockId(1))[7:8])
+    assert first == xxhash.xxh3_64_intdigest(bytes(cache.read(BlockId(1))))
+    cache.write(BlockId(1), 7, bytes([byte[0] ^ 1]))
+    assert cache.checksum(BlockId(1)) != first
+    cache.write(BlockId(1), 7, byte)
+    assert cache.checksum(BlockId(1)) == first
+
+
+def test_tokens_are_stored_in_their_slots_and_gathered_in_order() -> None:
+    """Slots name block and offset; a block table brings the tokens back in the order of the sequence."""
+    cache = _filled()
+    keys, values = torch.randn(6, 2, 8), torch.randn(6, 2, 4)
+    table = [2, 0]
+    slots = torch.tensor([table[position // 4] * 4 + position % 4 for position in range(6)])
+    untouched = cache.keys[0][1].clone()
+    cache.write_tokens(0, slots, keys, values)
+    found_keys, found_values = cache.gather(0, torch.tensor(table), 6)
+    assert torch.equal(found_keys, keys)
+    assert torch.equal(found_values, values)
+    assert torch.equal(cache.keys[0][1], untouched)

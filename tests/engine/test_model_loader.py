@@ -1,0 +1,142 @@
+"""A directory becomes a model that we can serve, or is refused with the reason."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedConfig,
+)
+
+from paceline.core.errors import ConfigError, UnsupportedModelError
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import LayerKV
+from paceline.engine.model_loader import LoadedModel, load_model
+from tests.engine.models import FAMILIES, SMALL, write_model
+
+_FEW: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bloom": lambda: BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: FalconConfig(**_FEW, num_attention_heads=4),
+    "mamba": lambda: MambaConfig(**_FEW, state_size=8),
+    "mamba2": lambda: Mamba2Config(**_FEW, state_size=8, num_heads=4, head_dim=16, n_groups=1),
+    "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
+    "jamba": lambda: JambaConfig(
+        **SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=4
+    ),
+    "llama4": lambda: Llama4TextConfig(
+        **SMALL,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        attention_chunk_size=8,
+        num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama on disk."""
+    return write_model(FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def loaded(directory: Path) -> LoadedModel:
+    """The same, loaded."""
+    return load_model(directory, "float32", 4)
+
+
+def test_facts_of_a_model_come_from_its_directory(loaded: LoadedModel) -> None:
+    """Layout, lengths, vocabulary and end tokens, as scheduling and routing need them."""
+    assert loaded.layout.layers == (LayerKV(2, 8, 8), LayerKV(2, 8, 8))
+    assert (loaded.layout.block_size, loaded.layout.dtype) == (4, "float32")
+    assert (loaded.vocab_size, loaded.max_model_tokens) == (96, 256)
+    assert loaded.eos_token_ids == {1}
+    assert not loaded.model.training
+
+
+@pytest.mark.parametrize("family", list(REFUSED))
+def test_a_model_that_would_be_served_wrongly_is_refused(family: str, tmp_path: Path) -> None:
+    """No attention calls, a recurrent state, or a mask that is never built: refused by name, and not served."""
+    write_model(REFUSED[family](), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM .*(attention|cannot be served)"):
+        load_model(tmp_path, "float32", 4)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The message names the directory, on one line."""
+    with pytest.raises(ConfigError) as caught:
+        load_model(tmp_path, "float32", 4)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_no_safetensors_are_refused(directory: Path, tmp_path: Path) -> None:
+    """A pickle can run code, so it is not read."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError):
+        load_model(tmp_path, "float32", 4)
+
+
+def test_code_out_of_the_directory_is_not_run(directory: Path, tmp_path: Path) -> None:
+    """A config that asks for classes of its own is refused, and its file is never imported."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError):
+        load_model(tmp_path, "float32", 4)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_same_directory_has_the_same_fingerprint(directory: Path, loaded: LoadedModel) -> None:
+    """Two workers that load the same files agree."""
+    assert load_model(directory, "float32", 4).fingerprint == loaded.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field"),
+    [
+        ("tokenizer.json", "{}", "tokenizer"),
+        ("chat_template.jinja", "{{ messages }}", "chat_template"),
+        ("generation_config.json", '{"eos_token_id": 7}', "config"),
+    ],
+)
+def test_each_file_that_decides_tokens_is_in_the_fingerprint(
+    directory: Path, loaded: LoadedModel, tmp_path: Path, name: str, content: str, field: str
+) -> None:
+    """Another tokenizer, template or set of end tokens is another fingerprint, in that field alone."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert _differing(loaded, load_model(tmp_path, "float32", 4)) == [field]
+
+
+def test_other_weights_have_another_fingerprint(loaded: LoadedModel, tmp_path: Path) -> None:
+    """The content of the weights counts, not their name."""
+    other = load_model(write_model(FAMILIES["llama"](), tmp_path, seed=1), "float32", 4)
+    assert _differing(loaded, other) == ["weights"]
+
+
+def test_another_type_or_block_size_has_another_fingerprint(directory: Path, loaded: LoadedModel) -> None:
+    """Blocks of another shape or precision never pass between workers."""
+    assert _differing(loaded, load_model(directory, "bfloat16", 4)) == ["dtype", "kv_layout"]
+    assert _differing(loaded, load_model(directory, "float32", 8)) == ["block_size", "kv_layout"]
+
+
+def _differing(one: LoadedModel, other: LoadedModel) -> list[str]:
+    names = [field.name for field in fields(ModelFingerprint)]
+    return [n for n in names if getattr(one.fingerprint, n) != getattr(other.fingerprint, n)]

@@ -1,0 +1,257 @@
+"""Random histories of a scheduler under constant pressure: whatever happens, the tokens are the oracle's."""
+
+import random
+from collections.abc import Sequence as AbstractSequence
+
+import pytest
+
+from paceline.core.block_hash import BlockHash, hash_block
+from paceline.core.errors import DeadlineError
+from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec
+from paceline.engine.events import BlocksReady, NewTokens, Reserved, Started
+from paceline.engine.sequence import SequenceRole
+from tests.engine.harness import VOCAB_SIZE, Bench, HashBlock, oracle
+from tests.factories import BLOCK_SIZE, GREEDY, make_id, make_spec
+
+ROLES = (SequenceRole.GENERATE, SequenceRole.GENERATE, SequenceRole.PREFILL_ONLY, SequenceRole.AWAIT_KV)
+
+
+def _hash_of_8_bits(parent: BlockHash, token_ids: AbstractSequence[int]) -> BlockHash:
+    return BlockHash(hash_block(parent, token_ids)[:1])
+
+
+class History:
+    """One scheduler and everybody who uses it: routers that add and cancel, receivers, readers of leases."""
+
+    def __init__(self, seed: int, hash_block: HashBlock = hash_block) -> None:
+        self.rng = random.Random(seed)
+        num_blocks = int(8 ** self.rng.uniform(1, 2))  # 8 to 64, small ones as often as large ones
+        self.bench = Bench(
+            num_blocks,
+            max_num_batched_tokens=self.rng.choice((1, 3, 7, 16, 64)),
+            max_num_seqs=self.rng.randint(1, 8),
+            eos=self.rng.sample(range(VOCAB_SIZE), self.rng.choice((0, 4))),
+            hash_block=hash_block,
+        )
+        self.max_tokens = num_blocks * BLOCK_SIZE
+        self.specs: dict[SequenceId, tuple[SequenceSpec, SequenceRole]] = {}
+        self.live: set[SequenceId] = set()
+        self.committed: set[SequenceId] = set()
+        self.released: set[SequenceId] = set()
+
+    def run(self, num_steps: int) -> None:
+        """Some steps of everything, then to the end."""
+        for _ in range(num_steps):
+            self._act()
+            self._step()
+        self._drain()
+        self._check()
+
+    # -- what the outside does
+
+    def _act(self) -> None:
+        rng = self.rng
+        if len(self.live) < 12 and rng.random() < 0.5:
+            self._add()
+        if rng.random() < 0.5:
+            self._commit_one()
+        if rng.random() < 0.3:
+            self._release_one_held()
+        if self.live and rng.random() < 0.05:
+            self._release(rng.choice(sorted(self.live)))
+        if rng.random() < 0.3:
+            self._write_rubbish()
+        if rng.random() < 0.05:
+            self.bench.clock.advance(1.0)
+
+    def _add(self) -> None:
+        spec, role = self._random_spec(), self.rng.choice(ROLES)
+        self.specs[spec.sequence_id] = spec, role
+        self.live.add(self.bench.add(spec, role))
+
+    def _random_spec(self) -> SequenceSpec:
+        rng = self.rng
+        # Two beginnings and three letters: prefixes are shared, and diverge in the middle of blocks.
+        num_prompt = rng.randint(1, min(40, self.max_tokens // 2))
+        num_shared, start = rng.randint(0, num_prompt), rng.choice((0, 10))
+        shared = list(range(start, start + num_shared))
+        prompt_ids = tuple(shared + [rng.randrange(3) for _ in range(num_prompt - num_shared)])
+        spec = make_spec(
+            f"r{len(self.specs)}",
+            prompt_ids,
+            max_tokens=rng.randint(1, min(40, self.max_tokens - num_prompt + 1)),
+            sampling=GREEDY if rng.random() < 0.5 else SamplingParams(seed=rng.randrange(3)),
+            stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.2 else (),
+            ignore_eos=rng.random() < 0.2,
+            bypass_cache=rng.random() < 0.1,
+            cache_scope=rng.choice(("", "", "tenant")),
+            time_budget_s=rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None,
+        )
+        return self._as_later_attempt(spec) if rng.random() < 0.2 else spec
+
+    def _as_later_attempt(self, spec: SequenceSpec) -> SequenceSpec:
+        """The same, when an earlier attempt has given some of its tokens already."""
+        output = oracle(spec, eos=self.bench.eos)[0]
+        given = tuple(output[: self.rng.randrange(len(output))])
+        name = spec.sequence_id.request_id
+        return make_spec(
+            name,
+            spec.prompt_ids,
+            attempt=1,
+            output_ids=given,
+            max_tokens=spec.max_tokens,
+            sampling=spec.sampling,
+            stop_token_ids=spec.stop_token_ids,
+            ignore_eos=spec.ignore_eos,
+            cache_scope=spec.cache_scope,
+        )
+
+    def _commit_one(self) -> None:
+        parked = self._parked()
+        if not parked:
+            return
+        sequence_id = self.rng.choice(parked)
+        spec = self.specs[sequence_id][0]
+        output, reason = oracle(spec, eos=self.bench.eos)
+        num_given = len(spec.output_ids)
+        is_last = len(output) == num_given + 1
+        self.bench.commit(spec, FirstToken(output[num_given], reason if is_last else None))
+        if is_last:
+            self.live.remove(sequence_id)
+            self.released.add(sequence_id)
+        else:
+            self.committed.add(sequence_id)
+
+    def _parked(self) -> list[SequenceId]:
+        reserved = [i for i in sorted(self.live) if self.bench.of(i, Reserved)]
+        return [i for i in reserved if i not in self.committed]
+
+    def _write_rubbish(self) -> None:
+        """A receiver is at work: blocks that are reserved and not held hold anything."""
+        for sequence_id in self._parked():
+            reserved = self.bench.one(sequence_id, Reserved)
+            for block_id in reserved.block_ids[reserved.num_held :]:
+                self.bench.runner.memory.write(block_id, 0, self.rng.randbytes(8))
+
+    def _release_one_held(self) -> None:
+        held = [i for i in sorted(self.live) if self._is_held(i)]
+        if held:
+            sequence_id = self.rng.choice(held)
+            self._check_leased_blocks(sequence_id)
+            self._release(sequence_id)
+
+    def _is_held(self, sequence_id: SequenceId) -> bool:
+        is_prefill = self.specs[sequence_id][1] is SequenceRole.PREFILL_ONLY
+        return is_prefill and bool(self.bench.of(sequence_id, NewTokens))
+
+    def _release(self, sequence_id: SequenceId) -> None:
+        self.bench.release(sequence_id)
+        self.live.discard(sequence_id)
+        self.released.add(sequence_id)
+
+    # -- steps
+
+    def _step(self) -> bool:
+        output = self.bench.step()
+        for sequence_id in list(self.live):
+            is_prefill = self.specs[sequence_id][1] is SequenceRole.PREFILL_ONLY
+            end = self.bench.end(sequence_id)
+            if end is not None and not is_prefill:
+                self.live.remove(sequence_id)
+            elif isinstance(end, DeadlineError):
+                self._release(sequence_id)
+        return bool(output.scheduled)
+
+    def _drain(self) -> None:
+        """Nobody new comes, and receivers and readers do their part: all that is left must end."""
+        num_idle = 0
+        while self.live:
+            self._commit_one()
+            self._release_one_held()
+            num_idle = 0 if self._step() else num_idle + 1
+            assert num_idle < 30, f"no progress: {self.bench.scheduler.stats()}"
+            assert len(self.bench.outputs) < 20_000, "no end"
+
+    # -- what must hold
+
+    def _check(self) -> None:
+        assert self.bench.pool.num_free == self.bench.pool.num_blocks
+        assert not self.bench.scheduler.has_work()
+        for sequence_id, (spec, role) in self.specs.items():
+            self._check_sequence(sequence_id, spec, role)
+
+    def _check_sequence(self, sequence_id: SequenceId, spec: SequenceSpec, role: SequenceRole) -> None:
+        output, reason = oracle(spec, eos=self.bench.eos)
+        expected = output[len(spec.output_ids) :]
+        if role is SequenceRole.PREFILL_ONLY:
+            expected, reason_now = expected[:1], reason if len(expected) == 1 else None
+        elif role is SequenceRole.AWAIT_KV:
+            expected, reason_now = expected[1:], reason
+        else:
+            reason_now = reason
+        tokens, end = self.bench.tokens(sequence_id), self.bench.end(sequence_id)
+        assert tokens == expected[: len(tokens)]
+        if isinstance(end, DeadlineError):
+            assert spec.time_budget_s is not None
+        elif sequence_id not in self.released or end is not None:
+            assert (tokens, end) == (expected, reason_now)
+
+    def _check_leased_blocks(self, sequence_id: SequenceId) -> None:
+        """What a reader of the lease would read is what was promised, block by block."""
+        block_ids = self.bench.one(sequence_id, Started).block_ids
+        promised = [c for event in self.bench.of(sequence_id, BlocksReady) for c in event.checksums]
+        assert promised == [self.bench.runner.memory.checksum(block_id) for block_id in block_ids]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_histories_give_the_oracle_s_tokens(seed: int) -> None:
+    """Adds, cancels, commits, releases and deadlines in any order: every sequence ends once, with the right tokens."""
+    history = History(seed)
+    history.run(120)
+    assert history.bench.pool.stats().num_collisions == 0
+
+
+def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens() -> None:
+    """Blocks collide all the time, are counted, and give nobody another's tokens."""
+    num_collisions = num_hits = 0
+    for seed in range(20):
+        history = History(seed, _hash_of_8_bits)
+        history.run(120)
+        num_collisions += history.bench.pool.stats().num_collisions
+        num_hits += history.bench.pool.stats().num_hits
+    assert num_collisions > 100
+    assert num_hits > 100
+
+
+def test_random_histories_take_every_way() -> None:
+    """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
+    preempted = hits = evicted = late = 0
+    for seed in range(20):
+        history = History(seed)
+        history.run(120)
+        stats = history.bench.pool.stats()
+        preempted += history.bench.scheduler.stats().num_preemptions
+        hits, evicted = hits + stats.num_hits, evicted + stats.num_evictions
+        late += sum(isinstance(history.bench.end(i), DeadlineError) for i in history.specs)
+    assert min(preempted, hits, evicted, late) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1400))
+def test_many_random_histories_give_the_oracle_s_tokens(seed: int) -> None:
+    """The same, longer and more often."""
+    History(seed).run(400)
+
+
+def test_recomputed_tokens_stay_a_small_share() -> None:
+    """At 1.2 times the load that fits, preemption costs less than a fifth of all computed tokens, and all finish."""
+    bench = Bench(num_blocks=30, max_num_seqs=8)
+    specs = [make_spec(f"r{n}", tuple(range(n, n + 8)), max_tokens=11) for n in range(40)]
+    for spec in specs:
+        bench.add(spec)
+    bench.run(max_steps=2000)
+    needed = sum(len(spec.prompt_ids) + spec.max_tokens - 1 for spec in specs)
+    computed = sum(sum(step.values()) for step in bench.computed())
+    assert [bench.tokens(make_id(f"r{n}")) for n in range(40)] == [oracle(spec)[0] for spec in specs]
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert computed < 1.2 * needed
