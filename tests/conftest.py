@@ -7,11 +7,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.fake_inference import FakeInference, serve_fake_inference
 from tests.tiny_model import write_tiny_model, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
+
+# The same examples every time: what fails, fails for everybody. `./run test --slow` looks further.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("far", max_examples=2000, deadline=None)
+settings.load_profile("far" if os.environ.get("PACELINE_TEST_TIER") == "slow" else "steady")
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from paceline.client_error import from_rpc_error
 from paceline.core import errors
 from paceline.core.errors import PacelineError
 from paceline.runtime.grpc_status import (
@@ -17,7 +18,6 @@ from paceline.runtime.grpc_status import (
     code_of,
     error_from_reason,
     error_from_rpc,
-    reason_of,
 )
 from tests.factories import make_errors
 
@@ -111,7 +111,7 @@ async def test_an_error_arrives_with_code_reason_facts_and_message(call: Call, i
     assert status.code == failed.code().value[0]
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain, dict(info.metadata)) == (error.reason, DOMAIN, error.facts())
-    assert reason_of(failed) == error.reason
+    assert from_rpc_error(failed).reason == error.reason
 
 
 @pytest.mark.parametrize("index", range(len(ERRORS)), ids=IDS)
@@ -141,7 +141,7 @@ async def test_what_another_process_says_is_understood(call: Call, index: int) -
 async def test_a_failure_without_details_is_a_lost_peer(call: Call) -> None:
     """A bug over there, or nobody there: the message names the peer, and the reason is empty."""
     crashed = await _failed(call, b"crash")
-    assert reason_of(crashed) == ""
+    assert from_rpc_error(crashed).reason == ""
     assert isinstance(error_from_rpc(crashed, "worker-0"), errors.PeerLostError)
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         gone = await _failed(channel.unary_unary("/test.Test/Fail"), b"0")
