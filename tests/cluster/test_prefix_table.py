@@ -1,0 +1,89 @@
+"""The prefix table in Redis: who holds which block, written by workers, read by the router, believed by nobody."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+
+from paceline.client import Completion
+from tests.cluster.support import Cluster, fake_tokens, running_cluster
+from tests.tiny_model import VOCAB_SIZE
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FIRST = tuple((5 * i + 1) % VOCAB_SIZE for i in range(640))
+SECOND = tuple((9 * i + 2) % VOCAB_SIZE for i in range(640))
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(tmp_path: Path, tiny_tokenizer_dir: Path) -> AsyncIterator[Cluster]:
+    """Two prefill workers, slow enough for two prompts to be under way together."""
+    slow = {"fake_step_ms": 5, "max_num_batched_tokens": 64}
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": slow},
+        runner="fake",
+        disaggregate="always",
+        topology="2P1D",
+    ) as cluster:
+        yield cluster
+
+
+async def complete(cluster: Cluster, prompt: tuple[int, ...]) -> Completion:
+    """A few tokens after the prompt."""
+    answer = await cluster.client.generate_text(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+    assert answer.token_ids == fake_tokens(prompt, 4, VOCAB_SIZE, None)
+    return answer
+
+
+async def on_two_workers(cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Which prompt each prefill worker holds, after both have computed one."""
+    answers = await asyncio.gather(complete(cluster, FIRST), complete(cluster, SECOND))
+    held = {answer.prefill_worker: prompt for answer, prompt in zip(answers, (FIRST, SECOND), strict=True)}
+    assert held.keys() == {"prefill-0", "prefill-1"}
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    return held
+
+
+async def test_a_prompt_goes_where_its_prefix_is(cluster: Cluster) -> None:
+    """A repeated prefix is placed on the worker that the table names, and hits there."""
+    for worker, prompt in (await on_two_workers(cluster)).items():
+        answer = await complete(cluster, (*prompt, 7))
+        assert (answer.prefill_worker, answer.cached_tokens) == (worker, 640)
+
+
+async def test_without_the_table_nobody_knows(cluster: Cluster) -> None:
+    """With Redis gone the router cannot know who holds what; both prompts go to one worker, and the tokens are right."""
+    held = await on_two_workers(cluster)
+    cluster.local.kill("redis")
+    answers = [await complete(cluster, (*prompt, 7)) for prompt in held.values()]
+    assert len({answer.prefill_worker for answer in answers}) == 1
+    assert sorted(answer.cached_tokens for answer in answers) == [0, 640]
+
+
+async def test_entries_name_worker_and_epoch_and_expire(cluster: Cluster) -> None:
+    """Each full block is one key with a TTL, its chain's first hash is the hash tag, its field names the worker."""
+    answer = await complete(cluster, FIRST)
+    async with redis.asyncio.from_url(cluster.local.redis_url, decode_responses=True) as table:
+        keys = [key async for key in table.scan_iter("paceline:block:*")]
+        assert len(keys) == 640 // 16
+        assert len({key.split("}")[0] for key in keys}) == 1
+        for key in keys:
+            assert await table.ttl(key) > 600
+            holders = await table.hgetall(key)
+            assert {answer.prefill_worker, answer.decode_worker} == holders.keys()
+
+
+async def test_lies_in_the_table_cost_no_token(cluster: Cluster) -> None:
+    """Entries that name dead epochs, unknown workers or garbage mislead nobody."""
+    await complete(cluster, FIRST)
+    async with redis.asyncio.from_url(cluster.local.redis_url, decode_responses=True) as table:
+        async for key in table.scan_iter("paceline:block:*"):
+            await table.delete(key)
+            for field, value in (("prefill-1", "12345:3"), ("nobody", "1:1"), ("prefill-0", "garbage")):
+                await table.hset(key, field, value)
+    assert (await complete(cluster, (*FIRST, 8))).timeline.attempts == 1
