@@ -141,31 +141,34 @@ class Dispatcher:
 
     async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
         route = await self._route(job, patient=attempt > 0)
-        job.timeline.note_dispatch()
-        job.timeline.decode_worker = route.decode.key.worker_id
-        job.timeline.prefill_worker = (route.prefill or route.decode).key.worker_id
         spec = job.attempt_spec(attempt, self._clock())
-        yield Placed(attempt, is_local=route.prefill is None, reason=reason)
+        with self._registry.assignments.assign(route, len(spec.known_ids)) as prompt_done:
+            job.timeline.note_dispatch()
+            job.timeline.decode_worker = route.decode.key.worker_id
+            job.timeline.prefill_worker = (route.prefill or route.decode).key.worker_id
+            yield Placed(attempt, is_local=route.prefill is None, reason=reason)
+            async with aclosing(self._on_route(job, spec, route)) as events:
+                async for event in events:
+                    if isinstance(event, PromptComputed):
+                        prompt_done()
+                    yield event
+
+    def _on_route(self, job: Job, spec: SequenceSpec, route: Route) -> AsyncGenerator[DispatchEvent, None]:
         link = self._registry.link(route.decode.key)
         if link is None:
             raise PeerLostError(f"{route.decode.key.worker_id} has just gone")
         if route.prefill is None:
-            events = self._local(job, spec, route.decode, link)
-        else:
-            events = self._disaggregated(job, spec, route.prefill, link)
-        async with aclosing(events):
-            async for event in events:
-                yield event
+            return self._local(job, spec, link)
+        return self._disaggregated(job, spec, route.prefill, link)
 
     async def _local(
-        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink
+        self, job: Job, spec: SequenceSpec, link: DecodeLink
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The decode worker computes the prompt itself."""
         handle = link.submit(spec, ticket=None)
         try:
-            with self._registry.assign(worker.key, len(spec.known_ids)):
-                async for event in self._decoded(job, handle):
-                    yield event
+            async for event in self._decoded(job, handle):
+                yield event
         finally:
             handle.close()
 
@@ -213,9 +216,8 @@ class Dispatcher:
         stub = PrefillServiceStub(self._channels.get(worker.address))
         call = stub.Prefill(request, timeout=spec.time_budget_s)
         try:
-            with self._registry.assign(worker.key, len(spec.known_ids)):
-                async for response in call:
-                    yield response
+            async for response in call:
+                yield response
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, worker.key.worker_id) from error
         finally:

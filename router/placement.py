@@ -22,13 +22,19 @@ class WorkerView:
     num_waiting: int
     num_pending_tokens: int
     draining: bool
-    # Tokens of requests that this router has sent there and that are not computed yet; reports lag behind these.
+    # What this router has sent there and what is not done yet; reports lag behind these.
     num_assigned_tokens: int
+    num_assigned_sequences: int
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens to be computed before a new request's turn; the higher of what is reported and what was sent."""
         return max(self.num_pending_tokens, self.num_assigned_tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that a new request would share the worker with; the higher of what is reported and what was sent."""
+        return max(self.num_running + self.num_waiting, self.num_assigned_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +89,4 @@ def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, int, int
     held = prompt.held_blocks.get(worker.key, 0)
     missing_blocks = -(-prompt.num_tokens // prompt.block_size) - held
     has_no_room = worker.num_free_blocks < missing_blocks
-    return has_no_room, worker.num_running + worker.num_waiting, missing_blocks, worker.key
+    return has_no_room, worker.num_sequences, missing_blocks, worker.key

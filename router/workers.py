@@ -1,8 +1,7 @@
 """The workers that this router sees: found by address, known by their own words, gone when their stream breaks."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from paceline.runtime.log import get_logger
 from paceline.runtime.wire import fingerprint_from_proto
 from paceline.v1 import inference_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from router.assignments import Assignments
 from router.decode_link import DecodeLink
 from router.placement import WorkerView
 
@@ -38,13 +38,12 @@ class _Known:
     info: worker_pb2.GetInfoResponse
     load: worker_pb2.WatchLoadResponse
     link: DecodeLink | None
-    num_assigned_tokens: int = 0
 
     @property
     def key(self) -> WorkerKey:
         return WorkerKey(WorkerId(self.info.worker_id), BootEpoch(self.info.boot_epoch))
 
-    def view(self) -> WorkerView:
+    def view(self, assignments: Assignments) -> WorkerView:
         return WorkerView(
             key=self.key,
             address=self.address,
@@ -54,7 +53,8 @@ class _Known:
             num_waiting=self.load.num_waiting,
             num_pending_tokens=self.load.num_pending_tokens,
             draining=self.load.draining,
-            num_assigned_tokens=self.num_assigned_tokens,
+            num_assigned_tokens=assignments.num_tokens(self.key),
+            num_assigned_sequences=assignments.num_sequences(self.key),
         )
 
 
@@ -74,6 +74,7 @@ class WorkerRegistry:
 
     channels: Channels
     max_buffered_events: int
+    assignments: Assignments = field(default_factory=Assignments)
     _known: dict[WorkerKey, _Known] = field(default_factory=dict)
     # Set, and replaced by a new one, when a worker has come or gone.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,7 +94,7 @@ class WorkerRegistry:
 
     def views(self, role: inference_pb2.WorkerRole) -> list[WorkerView]:
         """The workers of one tier."""
-        return [known.view() for known in self._known.values() if known.info.role == role]
+        return [known.view(self.assignments) for known in self._known.values() if known.info.role == role]
 
     def infos(self) -> list[inference_pb2.WorkerInfo]:
         """All workers, for GetServerInfo."""
@@ -126,19 +127,6 @@ class WorkerRegistry:
             vocab_size=infos[0].vocab_size,
             max_model_tokens=min(info.max_model_tokens for info in infos),
         )
-
-    @contextmanager
-    def assign(self, key: WorkerKey, num_tokens: int) -> Iterator[None]:
-        """Counts tokens as on their way to a worker, until its own report is the better source."""
-        known = self._known.get(key)
-        if known is None:
-            yield
-            return
-        known.num_assigned_tokens += num_tokens
-        try:
-            yield
-        finally:
-            known.num_assigned_tokens -= num_tokens
 
     async def _follow(self, address: str, role: inference_pb2.WorkerRole) -> None:
         stub = WorkerServiceStub(self.channels.get(address))

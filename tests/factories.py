@@ -118,6 +118,7 @@ def make_worker(
     num_waiting: int = 0,
     num_pending_tokens: int = 0,
     num_assigned_tokens: int = 0,
+    num_assigned_sequences: int = 0,
     draining: bool = False,
 ) -> WorkerView:
     """An idle worker as placement sees it."""
@@ -131,6 +132,7 @@ def make_worker(
         num_pending_tokens=num_pending_tokens,
         draining=draining,
         num_assigned_tokens=num_assigned_tokens,
+        num_assigned_sequences=num_assigned_sequences,
     )
 
 

@@ -134,6 +134,13 @@ def test_the_smaller_batch_is_joined() -> None:
     assert _place(_prompt(d0=5), decode=workers)[1] == "d1"
 
 
+def test_sequences_that_were_sent_count_before_they_are_reported() -> None:
+    """The higher of the report and of what this router has sent there since."""
+    sent, reported = make_worker("d0", num_assigned_sequences=3), make_worker("d1", num_running=2)
+    assert (sent.num_sequences, reported.num_sequences) == (3, 2)
+    assert _place(_prompt(), decode=[sent, reported])[1] == "d1"
+
+
 def test_of_equal_batches_the_one_that_needs_least_to_travel() -> None:
     """Blocks that are there need not be pulled."""
     assert _place(_prompt(d0=2, d1=3))[1] == "d1"
