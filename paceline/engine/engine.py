@@ -7,8 +7,9 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.events import Event
-from paceline.engine.scheduler import Scheduler, SchedulerOutput, StepOutput
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import SequenceRole
+from paceline.engine.step import SchedulerOutput, StepOutput
 
 
 class BlockMemory(Protocol):

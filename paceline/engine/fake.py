@@ -12,7 +12,7 @@ import xxhash
 
 from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
 from paceline.core.request import SamplingParams
-from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 
 _SLOT = struct.Struct("<II")  # token id, position
 

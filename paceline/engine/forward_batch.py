@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams
-from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

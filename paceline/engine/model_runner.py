@@ -13,7 +13,7 @@ from paceline.engine.attention import ATTENTION_NAME, AttentionContext, current_
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.sampler import sample
-from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}

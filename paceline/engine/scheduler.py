@@ -13,10 +13,11 @@ from paceline.core.block_hash import BlockHash, chain_root, hash_block
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec
+from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPool, CachedBlock
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -29,40 +30,6 @@ class SchedulerConfig:
     max_num_seqs: int
     eos_token_ids: frozenset[int] = frozenset()
     fingerprint: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """Compute `token_ids`, which begin at position `start`, into the blocks of `block_table`.
-
-    If `sampling` is set, then sample the token that follows them.
-    """
-
-    sequence_id: SequenceId
-    token_ids: tuple[int, ...]
-    start: int
-    block_table: tuple[BlockId, ...]
-    sampling: SamplingParams | None
-
-    @property
-    def end(self) -> int:
-        """Tokens in the context once these are computed; also the position of the sampled token."""
-        return self.start + len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step's work, and what the decision itself has to say."""
-
-    scheduled: tuple[ScheduledSequence, ...]
-    events: tuple[Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What the runner gives back: one token for each scheduled sequence with `sampling`, in order."""
-
-    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

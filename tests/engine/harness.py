@@ -13,14 +13,9 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Runner
 from paceline.engine.events import Event, Failed, NewTokens, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_next_token
-from paceline.engine.scheduler import (
-    ScheduledSequence,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerOutput,
-    StepOutput,
-)
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.engine.sequence import SequenceRole
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from tests.factories import BLOCK_SIZE, make_id
 
 VOCAB_SIZE = 50

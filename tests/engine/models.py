@@ -26,7 +26,7 @@ from paceline.core.request import SequenceId
 from paceline.engine.forward_batch import ForwardBatch
 from paceline.engine.model_loader import LoadedModel, load_model
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from tests.factories import BLOCK_SIZE
 
 VOCAB_SIZE = 96

@@ -15,8 +15,9 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine, Runner, StepResult
 from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.fake import FakeModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput, StepOutput
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.engine.sequence import SequenceRole
+from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.worker.events import EventQueue
 from tests.engine.harness import VOCAB_SIZE, fill, oracle
 from tests.factories import BLOCK_SIZE, make_id, make_spec

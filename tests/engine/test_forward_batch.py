@@ -3,7 +3,7 @@
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams
 from paceline.engine.forward_batch import build_forward_batch
-from paceline.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput
 from tests.factories import GREEDY, make_id
 
 
