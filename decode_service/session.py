@@ -171,7 +171,8 @@ class DecodeSession:
         self._send_failed(event.sequence_id, event.error)
 
     def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
-        self._send(sequence_id, failed=decode_pb2.SequenceFailed(reason=error.reason, message=str(error)))
+        failed = decode_pb2.SequenceFailed(reason=error.reason, message=str(error), facts=error.facts())
+        self._send(sequence_id, failed=failed)
 
     def _send(
         self,

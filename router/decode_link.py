@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from paceline.core.errors import PacelineError, PeerLostError, SlowConsumerError
+from paceline.core.errors import DrainingError, PacelineError, PeerLostError, SlowConsumerError
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
@@ -46,7 +46,8 @@ class DecodeHandle:
     def put(self, event: decode_pb2.SequenceEvent) -> None:
         """Takes an event. A reader who is too far behind loses the sequence, so that memory stays bounded."""
         if event.WhichOneof("event") == "failed":
-            self.fail(error_from_reason(event.failed.reason, event.failed.message, self._link.peer))
+            failed = event.failed
+            self.fail(error_from_reason(failed.reason, failed.message, self._link.peer, failed.facts))
             return
         self.has_kv |= event.WhichOneof("event") == "kv_received"
         self._events.append(event)
@@ -73,6 +74,15 @@ class DecodeLink:
         self._max_buffered = max_buffered
         self._outbox: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
         self._handles: dict[SequenceId, DecodeHandle] = {}
+        # Whether the worker has refused work as draining; its load report follows.
+        self.is_draining = False
+        # Set when the stream has ended: whatever is submitted then would wait for ever.
+        self._ended: PacelineError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sequences can still be submitted."""
+        return self._ended is None
 
     async def run(self) -> None:
         """Carries messages until the stream breaks; then every sequence on it is lost. Raises PacelineError."""
@@ -85,13 +95,16 @@ class DecodeLink:
             error = error_from_rpc(rpc_error, self.peer)
         finally:
             call.cancel()
-            handles, self._handles = self._handles, {}
-            for handle in handles.values():
-                handle.fail(PeerLostError(str(error)))
+            self._end(PeerLostError(str(error)))
         raise error
 
     def submit(self, spec: SequenceSpec, ticket: KvTicket | None) -> DecodeHandle:
-        """Sends a sequence; without a ticket the worker computes the prompt itself."""
+        """Sends a sequence; without a ticket the worker computes the prompt itself.
+
+        Raises PeerLostError when the stream has ended.
+        """
+        if self._ended is not None:
+            raise self._ended
         context, sequence = spec_to_proto(spec)
         submit = decode_pb2.Submit(
             context=context, sequence=sequence, ticket=ticket_to_proto(ticket) if ticket else None
@@ -113,6 +126,12 @@ class DecodeLink:
         """Sequences under way."""
         return len(self._handles)
 
+    def _end(self, error: PeerLostError) -> None:
+        self._ended = error
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            handle.fail(error)
+
     async def _requests(self) -> AsyncIterator[decode_pb2.DecodeRequest]:
         while True:
             yield await self._outbox.get()
@@ -120,6 +139,7 @@ class DecodeLink:
     def _take(self, response: decode_pb2.DecodeResponse) -> None:
         for event in response.events:
             sequence_id = SequenceId(RequestId(event.request_id), event.attempt)
+            self.is_draining |= event.failed.reason == DrainingError.reason
             handle = self._handles.get(sequence_id)
             if handle is None:  # given up since
                 continue

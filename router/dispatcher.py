@@ -13,7 +13,7 @@ import grpc
 
 from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
-from paceline.core.errors import DrainingError, KvError, NoEndpointError, PeerLostError
+from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.prefix_index.index import PrefixIndex
@@ -218,10 +218,19 @@ class Dispatcher:
         try:
             async for response in call:
                 yield response
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, worker.key.worker_id) from error
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error, worker.key.worker_id)
+            await self._note_failure(worker, error)
+            raise error from rpc_error
         finally:
             call.cancel()
+
+    async def _note_failure(self, worker: WorkerView, error: PacelineError) -> None:
+        """What a failed prefill says about its worker, so that the next attempt is not placed there again."""
+        if isinstance(error, DrainingError):
+            self._registry.note_draining(worker.key)
+        elif isinstance(error, PeerLostError):
+            await self._registry.until_gone(worker.key)
 
     async def _decoded(self, job: Job, handle: DecodeHandle) -> AsyncGenerator[DispatchEvent, None]:
         """What the decode worker says, until the last token."""

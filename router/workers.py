@@ -23,6 +23,7 @@ from router.placement import WorkerView
 
 _INFO_TIMEOUT_S = 5.0
 _RETRY_EVERY_S = 0.25
+_GOING_S = 0.5
 
 if TYPE_CHECKING:  # the stub's async form has a type, but no class
     from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub
@@ -38,10 +39,22 @@ class _Known:
     info: worker_pb2.GetInfoResponse
     load: worker_pb2.WatchLoadResponse
     link: DecodeLink | None
+    # Whether it has refused a prefill as draining; its load report follows.
+    has_refused: bool = False
 
     @property
     def key(self) -> WorkerKey:
         return WorkerKey(WorkerId(self.info.worker_id), BootEpoch(self.info.boot_epoch))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be given work: a decode worker whose stream has broken is as good as gone."""
+        return self.link is None or self.link.is_open
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new, as far as anyone has heard."""
+        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_draining)
 
     def view(self, assignments: Assignments) -> WorkerView:
         return WorkerView(
@@ -52,7 +65,7 @@ class _Known:
             num_running=self.load.num_running,
             num_waiting=self.load.num_waiting,
             num_pending_tokens=self.load.num_pending_tokens,
-            draining=self.load.draining,
+            draining=self.is_draining,
             num_assigned_tokens=assignments.num_tokens(self.key),
             num_assigned_sequences=assignments.num_sequences(self.key),
         )
@@ -94,7 +107,11 @@ class WorkerRegistry:
 
     def views(self, role: inference_pb2.WorkerRole) -> list[WorkerView]:
         """The workers of one tier."""
-        return [known.view(self.assignments) for known in self._known.values() if known.info.role == role]
+        return [
+            known.view(self.assignments)
+            for known in self._known.values()
+            if known.info.role == role and known.is_there
+        ]
 
     def infos(self) -> list[inference_pb2.WorkerInfo]:
         """All workers, for GetServerInfo."""
@@ -113,7 +130,23 @@ class WorkerRegistry:
     def link(self, key: WorkerKey) -> DecodeLink | None:
         """The stream to a decode worker; None if it is gone."""
         known = self._known.get(key)
-        return known.link if known else None
+        return known.link if known and known.is_there else None
+
+    def note_draining(self, key: WorkerKey) -> None:
+        """A worker has refused work since it drains: nobody is sent there until its next life."""
+        known = self._known.get(key)
+        if known is not None:
+            known.has_refused = True
+
+    async def until_gone(self, key: WorkerKey) -> None:
+        """Waits a moment for a worker to go whose call has just broken.
+
+        If it is dead, its load stream breaks too; without the wait the next attempts could be sent to it meanwhile.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GOING_S):
+                while key in self._known:
+                    await self.changed.wait()
 
     @property
     def served(self) -> ServedModel | None:
@@ -143,23 +176,35 @@ class WorkerRegistry:
         self, stub: "WorkerServiceAsyncStub", address: str, info: worker_pb2.GetInfoResponse
     ) -> None:
         """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
-        link, carrying = None, None
+        link = None
         if info.role == inference_pb2.WORKER_ROLE_DECODE:
             link = DecodeLink(self.channels.get(address), info.worker_id, self.max_buffered_events)
-            carrying = asyncio.create_task(link.run())
+        streams = [asyncio.create_task(self._read_loads(stub, address, info, link))]
+        if link is not None:
+            streams.append(asyncio.create_task(link.run()))
+        try:
+            ended, _ = await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+            for stream in ended:
+                stream.result()
+        finally:
+            self._remove(info)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    async def _read_loads(
+        self,
+        stub: "WorkerServiceAsyncStub",
+        address: str,
+        info: worker_pb2.GetInfoResponse,
+        link: DecodeLink | None,
+    ) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
-        if carrying is not None:
-            carrying.add_done_callback(lambda _: call.cancel())
         try:
             async for load in call:
                 self._update(address, info, load, link)
         finally:
             call.cancel()
-            self._remove(info)
-            if carrying is not None:
-                carrying.cancel()
-                with suppress(PacelineError, asyncio.CancelledError):
-                    await carrying
 
     def _update(
         self,

@@ -26,13 +26,15 @@ from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 from paceline.v1 import generation_pb2 as paceline_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/decode.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/generation.proto\"h\n\rDecodeRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.paceline.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.paceline.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x87\x01\n\x06Submit\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12%\n\x06ticket\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KvTicket\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"<\n\x0e\x44\x65\x63odeResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.SequenceEvent\"\xfc\x01\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.SequenceStartedH\x00\x12.\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x17.paceline.v1.KvReceivedH\x00\x12-\n\x06tokens\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SequenceTokensH\x00\x12-\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SequenceFailedH\x00\x42\x07\n\x05\x65vent\":\n\x0fSequenceStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\"G\n\nKvReceived\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"\x83\x01\n\x0eSequenceTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\"1\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2V\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x1b.paceline.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/decode.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/generation.proto\"h\n\rDecodeRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.paceline.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.paceline.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x87\x01\n\x06Submit\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12%\n\x06ticket\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KvTicket\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"<\n\x0e\x44\x65\x63odeResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.SequenceEvent\"\xfc\x01\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.SequenceStartedH\x00\x12.\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x17.paceline.v1.KvReceivedH\x00\x12-\n\x06tokens\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SequenceTokensH\x00\x12-\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SequenceFailedH\x00\x42\x07\n\x05\x65vent\":\n\x0fSequenceStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\"G\n\nKvReceived\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"\x83\x01\n\x0eSequenceTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\"\x96\x01\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x35\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32&.paceline.v1.SequenceFailed.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32V\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x1b.paceline.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._loaded_options = None
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_options = b'8\001'
   _globals['_DECODEREQUEST']._serialized_start=97
   _globals['_DECODEREQUEST']._serialized_end=201
   _globals['_SUBMIT']._serialized_start=204
@@ -49,8 +51,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVRECEIVED']._serialized_end=836
   _globals['_SEQUENCETOKENS']._serialized_start=839
   _globals['_SEQUENCETOKENS']._serialized_end=970
-  _globals['_SEQUENCEFAILED']._serialized_start=972
-  _globals['_SEQUENCEFAILED']._serialized_end=1021
-  _globals['_DECODESERVICE']._serialized_start=1023
-  _globals['_DECODESERVICE']._serialized_end=1109
+  _globals['_SEQUENCEFAILED']._serialized_start=973
+  _globals['_SEQUENCEFAILED']._serialized_end=1123
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_start=1079
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_end=1123
+  _globals['_DECODESERVICE']._serialized_start=1125
+  _globals['_DECODESERVICE']._serialized_end=1211
 # @@protoc_insertion_point(module_scope)

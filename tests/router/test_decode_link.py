@@ -1,0 +1,230 @@
+"""The one stream between a router and a decode worker."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from paceline.core.errors import (
+    DeadlineError,
+    FingerprintMismatchError,
+    InvariantError,
+    KvChecksumError,
+    KvLostError,
+    PacelineError,
+    PeerLostError,
+    SlowConsumerError,
+)
+from paceline.core.request import SequenceSpec
+from paceline.runtime.channels import Channels
+from paceline.v1 import decode_pb2
+from router.decode_link import DecodeHandle, DecodeLink
+from tests.factories import make_id, make_spec, make_ticket
+from tests.router.cluster import DECODE
+from tests.router.scripted_workers import (
+    ScriptedWorker,
+    decode_started,
+    decode_that,
+    failed,
+    kv_received,
+    oracle,
+    tokens,
+)
+
+SPEC = make_spec(max_tokens=5)
+WHOLE = oracle(SPEC)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    """A decode worker."""
+    worker = ScriptedWorker("decode-0", DECODE)
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@pytest.fixture
+async def link(worker: ScriptedWorker) -> AsyncIterator[DecodeLink]:
+    """A running link to it, with room for 8 unread events."""
+    channels = Channels()
+    link = DecodeLink(channels.get(worker.address), "decode-0", max_buffered=8)
+    running = asyncio.create_task(link.run())
+    yield link
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await channels.aclose()
+
+
+async def _read(handle: DecodeHandle) -> list[decode_pb2.SequenceEvent]:
+    """Every event up to the end."""
+    events: list[decode_pb2.SequenceEvent] = []
+    async with asyncio.timeout(10):
+        async for event in handle:
+            events.append(event)
+            if event.tokens.finish_reason:
+                break
+    return events
+
+
+def _token_ids(events: list[decode_pb2.SequenceEvent]) -> tuple[int, ...]:
+    return tuple(token_id for event in events for token_id in event.tokens.token_ids)
+
+
+async def test_a_sequence_without_a_ticket_is_computed_there(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """The events come in order; there was no hand-over, and nothing is left when it ends."""
+    handle = link.submit(SPEC, None)
+    events = await _read(handle)
+    assert [event.WhichOneof("event") for event in events] == ["started", *["tokens"] * 5]
+    assert _token_ids(events) == WHOLE
+    assert not handle.has_kv
+    assert link.num_sequences == 0
+    assert worker.submits == [(SPEC, False)]
+
+
+async def test_a_sequence_with_a_ticket_says_when_the_kv_is_there(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """From then on the lease is not the router's any more."""
+    handle = link.submit(SPEC, make_ticket())
+    had_kv = handle.has_kv
+    assert _token_ids(await _read(handle)) == WHOLE[1:]
+    assert (had_kv, handle.has_kv) == (False, True)
+    assert worker.submits == [(SPEC, True)]
+
+
+async def test_sequences_on_one_stream_do_not_mix(link: DecodeLink) -> None:
+    """Each handle has its own sequence's events, and attempts are told apart."""
+    specs = [make_spec(f"r{n}", (n,), max_tokens=5) for n in range(5)]
+    specs.append(make_spec("r0", (9,), attempt=1, max_tokens=5))
+    handles = [link.submit(spec, None) for spec in specs]
+    assert link.num_sequences == 6
+    outputs = await asyncio.gather(*map(_read, handles))
+    assert [_token_ids(events) for events in outputs] == [oracle(spec) for spec in specs]
+
+
+async def test_closing_a_handle_cancels_once_and_an_ended_one_never(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """One cancel for the attempt that was given up, however often; none for the one that had ended by itself."""
+    ended = link.submit(make_spec("ended", max_tokens=2), None)
+    await _read(ended)
+    worker.decode_scripts.append(decode_that())
+    given_up = link.submit(make_spec("given up"), None)
+    for _ in range(2):
+        ended.close()
+        given_up.close()
+    await worker.until(lambda: worker.cancels != [])
+    after = link.submit(make_spec("after", max_tokens=2), None)
+    await _read(after)
+    assert worker.cancels == [("given up", 0)]
+    assert link.num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KvLostError("gone"),
+        KvChecksumError(3),
+        DeadlineError("transfer"),
+        FingerprintMismatchError("dtype", "float32", "bfloat16"),
+        InvariantError("a bug"),
+        PeerLostError("gone"),
+    ],
+    ids=lambda error: error.reason,
+)
+async def test_a_failure_arrives_as_itself(
+    worker: ScriptedWorker, link: DecodeLink, error: PacelineError
+) -> None:
+    """With its facts; nothing is left of the sequence, and the others go on."""
+    worker.decode_scripts.append(decode_that(0, failed(error)))
+    handle = link.submit(SPEC, make_ticket())
+    with pytest.raises(type(error)) as caught:
+        await _read(handle)
+    assert caught.value.facts() == error.facts()
+    assert link.num_sequences == 0
+    assert _token_ids(await _read(link.submit(make_spec("other", max_tokens=5), None))) == WHOLE
+
+
+async def test_a_broken_stream_fails_every_sequence_on_it(worker: ScriptedWorker, link: DecodeLink) -> None:
+    """All of them are lost at once, read or not, and the peer is named."""
+    worker.decode_scripts += [decode_that(2)] * 3
+    handles = [link.submit(make_spec(f"r{n}"), None) for n in range(3)]
+    await worker.until(lambda: len(worker.submits) == 3)
+    await anext(handles[0])
+    worker.break_decode_streams()
+    for handle in handles:
+        with pytest.raises(PeerLostError, match="decode-0"):
+            await _read(handle)
+    assert link.num_sequences == 0
+
+
+async def test_a_stream_that_has_ended_takes_nothing(worker: ScriptedWorker, link: DecodeLink) -> None:
+    """A sequence that comes too late hears so at once: nobody would ever answer it."""
+    was_open = link.is_open
+    worker.decode_scripts.append(decode_that(1))
+    handle = link.submit(SPEC, None)
+    await anext(handle)
+    await worker.stop()
+    with pytest.raises(PeerLostError):
+        await _read(handle)
+    assert (was_open, link.is_open) == (True, False)
+    with pytest.raises(PeerLostError):
+        link.submit(make_spec("late"), None)
+    handle.close()
+
+
+async def test_a_link_that_is_given_up_fails_its_sequences(worker: ScriptedWorker) -> None:
+    """When the router stops following a worker, those who wait for it hear of it."""
+    channels = Channels()
+    link = DecodeLink(channels.get(worker.address), "decode-0", max_buffered=8)
+    running = asyncio.create_task(link.run())
+    worker.decode_scripts.append(decode_that())
+    handle = link.submit(SPEC, None)
+    await worker.until(lambda: worker.submits != [])
+    running.cancel()
+    with pytest.raises(PeerLostError):
+        await _read(handle)
+    assert not link.is_open
+    await channels.aclose()
+
+
+async def test_a_reader_who_is_too_far_behind_loses_the_sequence(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """At the bound it is still served, past it it is not; the worker hears a cancel, and memory is given back."""
+    fits = [tokens(n, (WHOLE[n],), ends=n == 4) for n in range(5)]
+    worker.decode_scripts.append(decode_that(0, decode_started(), decode_started(), kv_received(), *fits))
+    at_bound = link.submit(make_spec("at bound", max_tokens=5), None)
+    flood = [tokens(n, (n,)) for n in range(100)]
+    worker.decode_scripts.append(decode_that(0, *flood))
+    too_slow = link.submit(make_spec("too slow", max_tokens=200), None)
+    await worker.until(lambda: worker.cancels == [("too slow", 0)])
+    with pytest.raises(SlowConsumerError):
+        await _read(too_slow)
+    assert _token_ids(await _read(at_bound)) == WHOLE
+    assert link.num_sequences == 0
+
+
+async def test_what_arrived_before_a_failure_is_not_read_after_it(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """The next attempt computes it again, so reading it could say it twice."""
+    worker.decode_scripts.append(decode_that(3, failed(KvLostError("gone"))))
+    handle = link.submit(SPEC, None)
+    await worker.until(lambda: worker.submits != [])
+    other = link.submit(make_spec("other", max_tokens=2), None)
+    await _read(other)  # on the same stream, and so behind the failure
+    with pytest.raises(KvLostError):
+        await anext(handle)
+
+
+async def test_events_of_the_unknown_are_dropped(worker: ScriptedWorker, link: DecodeLink) -> None:
+    """What comes for a sequence that was given up reaches nobody, a later sequence of the same request neither."""
+    worker.decode_scripts.append(decode_that(0, *[tokens(0, (7,))] * 3))
+    link.submit(SPEC, None).close()
+    again: SequenceSpec = make_spec(attempt=1, max_tokens=5)
+    assert _token_ids(await _read(link.submit(again, None))) == WHOLE
+    assert SPEC.sequence_id == make_id()
