@@ -48,6 +48,11 @@ class AsyncEngine:
         self.stats: EngineStats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have been submitted and neither ended nor released; `stats` lags behind it by a step."""
+        return len(self._sinks)
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()

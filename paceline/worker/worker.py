@@ -60,8 +60,7 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether no sequence is left and nobody may pull blocks any more."""
-        stats = self.engine.stats
-        return stats.num_running == stats.num_waiting == 0 and self.leases.stats().num_active == 0
+        return self.engine.num_sequences == 0 and self.leases.stats().num_active == 0
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, and returns once all is done, or after `grace_s` seconds."""

@@ -17,46 +17,13 @@ from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.fake import FakeModelRunner
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.engine.sequence import SequenceRole
-from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.worker.events import EventQueue
 from tests.engine.harness import VOCAB_SIZE, fill, oracle
+from tests.engine.runners import BrokenRunner, GatedRunner
 from tests.factories import BLOCK_SIZE, make_id, make_spec
 
 NUM_BLOCKS = 16
 PROMPT = tuple(range(20, 40))
-
-
-class GatedRunner:
-    """The fake runner, whose steps wait at a gate while it is closed, and say that they have come to it."""
-
-    def __init__(self) -> None:
-        self._runner = FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
-        self.memory = self._runner.memory
-        self.gate = threading.Event()
-        self.gate.set()
-        self.arrived = threading.Event()
-
-    def execute(self, output: SchedulerOutput) -> StepOutput:
-        """See Runner.execute."""
-        self.arrived.set()
-        assert self.gate.wait(timeout=30)
-        return self._runner.execute(output)
-
-    async def close_gate(self) -> None:
-        """Returns when a step waits at the closed gate."""
-        self.gate.clear()
-        self.arrived.clear()
-        await asyncio.to_thread(self.arrived.wait, 30)
-
-
-class BrokenRunner(FakeModelRunner):
-    """Fails at a prompt that holds the token 13."""
-
-    def execute(self, output: SchedulerOutput) -> StepOutput:
-        """See Runner.execute."""
-        if any(13 in item.token_ids for item in output.scheduled):
-            raise MemoryError("no memory left")
-        return super().execute(output)
 
 
 class CountingEngine(Engine):
@@ -145,7 +112,7 @@ async def test_many_sequences_each_hear_of_themselves_only() -> None:
 
 async def test_one_sink_for_many_hears_of_a_step_at_once() -> None:
     """The shared sink of a stream is called once a step, with the news of all its sequences."""
-    runner, calls, done = GatedRunner(), list[list[Event]](), asyncio.Event()
+    runner, calls, done = GatedRunner(_fake_runner()), list[list[Event]](), asyncio.Event()
 
     def sink(events: Sequence[Event]) -> None:
         calls.append(list(events))
@@ -153,8 +120,9 @@ async def test_one_sink_for_many_hears_of_a_step_at_once() -> None:
             done.set()
 
     async with _running(_engine(runner)) as engine:
+        runner.close()
         blocker = _submit(engine, make_spec("blocker", max_tokens=1))
-        await runner.close_gate()
+        await runner.until_arrived()
         for name in ("a", "b"):
             engine.submit(make_spec(name, max_tokens=3), SequenceRole.GENERATE, sink)
         runner.gate.set()
@@ -201,10 +169,11 @@ async def test_a_repeated_submit_is_ignored() -> None:
 
 async def test_a_release_during_a_step_is_the_last_that_is_heard() -> None:
     """What the step under way computes for the released sequence reaches nobody, and its blocks come back."""
-    runner, heard = GatedRunner(), list[Event]()
+    runner, heard = GatedRunner(_fake_runner()), list[Event]()
     async with _running(_engine(runner)) as engine:
+        runner.close()
         engine.submit(make_spec(max_tokens=50), SequenceRole.GENERATE, heard.extend)
-        await runner.close_gate()
+        await runner.until_arrived()
         engine.release(make_id())
         num_heard = len(heard)
         runner.gate.set()

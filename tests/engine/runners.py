@@ -1,0 +1,43 @@
+"""Runners that wait, or fail, when a test says so."""
+
+import asyncio
+import threading
+
+from paceline.engine.fake import FakeModelRunner
+from paceline.engine.step import SchedulerOutput, StepOutput
+
+
+class GatedRunner:
+    """The fake runner, whose steps wait at a gate while it is closed, and say that they have come to it."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        self._runner = runner
+        self.memory = self._runner.memory
+        self.gate = threading.Event()
+        self.gate.set()
+        self.arrived = threading.Event()
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """See Runner.execute."""
+        self.arrived.set()
+        assert self.gate.wait(timeout=30)
+        return self._runner.execute(output)
+
+    def close(self) -> None:
+        """The next step will wait."""
+        self.gate.clear()
+        self.arrived.clear()
+
+    async def until_arrived(self) -> None:
+        """Returns when a step waits at the closed gate."""
+        assert await asyncio.to_thread(self.arrived.wait, 30)
+
+
+class BrokenRunner(FakeModelRunner):
+    """Fails at a prompt that holds the token 13."""
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """See Runner.execute."""
+        if any(13 in item.token_ids for item in output.scheduled):
+            raise MemoryError("no memory left")
+        return super().execute(output)

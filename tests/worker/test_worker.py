@@ -1,0 +1,114 @@
+"""What both tiers share: a worker's facts, load, bounds and end."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import DrainingError, InvariantError
+from paceline.core.request import SequenceSpec
+from paceline.engine.events import Event, NewTokens
+from paceline.engine.fake import FakeModelRunner
+from paceline.engine.sequence import SequenceRole
+from paceline.runtime.channels import Channels
+from paceline.v1 import worker_pb2
+from paceline.v1.worker_pb2_grpc import WorkerServiceStub
+from paceline.worker.events import EventQueue
+from tests.engine.runners import GatedRunner
+from tests.factories import BLOCK_SIZE, make_id, make_spec
+from tests.worker.bench import DECODE, NUM_BLOCKS, PREFILL, VOCAB_SIZE, require_empty, serving_worker
+
+MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+
+
+async def test_a_worker_says_what_it_is(tiny_tokenizer_dir: Path) -> None:
+    """Its facts do not change while it lives, and another life has another boot epoch."""
+    infos, channels = [], Channels()
+    for role in (PREFILL, PREFILL):
+        async with serving_worker(tiny_tokenizer_dir, "worker-0", role) as worker:
+            stub = WorkerServiceStub(channels.get(worker.address))
+            infos += [await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10) for _ in range(2)]
+    await channels.aclose()
+    assert infos[0] == infos[1]
+    assert infos[0].boot_epoch != infos[2].boot_epoch
+    assert (infos[0].worker_id, infos[0].role) == ("worker-0", PREFILL)
+    assert (infos[0].num_blocks, infos[0].block_bytes) == (NUM_BLOCKS, BLOCK_SIZE * 8)
+    assert (infos[0].max_model_tokens, infos[0].vocab_size) == (MAX_TOKENS, VOCAB_SIZE)
+    assert infos[0].fingerprint == infos[2].fingerprint
+
+
+async def test_load_is_reported_at_once_and_when_it_changes(tiny_tokenizer_dir: Path) -> None:
+    """The first report needs no change; then each change comes, a drain among them."""
+    channels = Channels()
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE) as worker:
+        stub = WorkerServiceStub(channels.get(worker.address))
+        reports = aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest()))
+        first = await anext(reports)
+        assert (first.num_free_blocks, first.num_steps, first.draining) == (NUM_BLOCKS, 0, False)
+        await require_empty(worker)
+        assert (await anext(reports)).num_steps == 1
+        await stub.Drain(worker_pb2.DrainRequest(), timeout=10)
+        assert (await anext(reports)).draining
+        await channels.aclose()
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_taken"),
+    [
+        (make_spec(prompt_ids=(1,) * (MAX_TOKENS - 8), max_tokens=8), True),
+        (make_spec(prompt_ids=(1,) * (MAX_TOKENS - 7), max_tokens=8), False),
+        (make_spec(prompt_ids=(1, VOCAB_SIZE - 1)), True),
+        (make_spec(prompt_ids=(1, VOCAB_SIZE)), False),
+        (make_spec(output_ids=(VOCAB_SIZE,)), False),
+    ],
+    ids=["longest", "too-long", "last-token", "unknown-token", "unknown-output"],
+)
+async def test_only_work_that_fits_is_taken(
+    tiny_tokenizer_dir: Path, spec: SequenceSpec, is_taken: bool
+) -> None:
+    """What could never run would wait for ever: it is refused at the door, as our own bug."""
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE) as worker:
+        if is_taken:
+            worker.require_room_for(spec)
+        else:
+            with pytest.raises(InvariantError):
+                worker.require_room_for(spec)
+
+
+async def test_a_draining_worker_takes_nothing_new(tiny_tokenizer_dir: Path) -> None:
+    """It says so with its name."""
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE) as worker:
+        worker.require_room_for(make_spec())
+        worker.draining.set()
+        with pytest.raises(DrainingError, match="worker-0"):
+            worker.require_room_for(make_spec())
+
+
+async def test_a_drain_waits_for_what_the_engine_has_not_seen_yet(tiny_tokenizer_dir: Path) -> None:
+    """A sequence that was taken is finished, also when the engine is in the middle of an earlier step."""
+    runner = GatedRunner(FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE))
+    heard: list[Event] = []
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE, runner=runner) as worker:
+        runner.close()
+        worker.engine.submit(make_spec("earlier", max_tokens=1), SequenceRole.GENERATE, EventQueue().put)
+        await runner.until_arrived()
+        worker.engine.submit(make_spec(), SequenceRole.GENERATE, heard.extend)
+        draining = asyncio.create_task(worker.drain(grace_s=30))
+        await asyncio.sleep(0)
+        runner.gate.set()
+        await draining
+        assert isinstance(heard[-1], NewTokens)
+        assert heard[-1].finish_reason is not None
+        await require_empty(worker)
+
+
+async def test_a_drain_waits_for_leases(tiny_tokenizer_dir: Path) -> None:
+    """Blocks that somebody may still pull keep the worker there; a grace of nothing does not wait."""
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", PREFILL) as worker:
+        lease = worker.leases.grant(make_id(), [], [])
+        await worker.drain(grace_s=0)
+        draining = asyncio.create_task(worker.drain(grace_s=30))
+        await asyncio.sleep(0)
+        assert not draining.done()
+        worker.leases.release([lease.lease_id])
+        await draining
