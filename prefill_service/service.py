@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 
 from kvtransfer.leases import Lease
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.request import FirstToken, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Started
@@ -48,17 +48,23 @@ class _Prefill:
         self._worker = worker
         self._spec = spec
         self._lease: Lease | None = None
+        self._is_submitted = False
 
     async def run(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         events = EventQueue()
-        self._worker.engine.submit(self._spec, SequenceRole.PREFILL_ONLY, events.put)
+        engine = self._worker.engine
+        self._is_submitted = engine.submit(self._spec, SequenceRole.PREFILL_ONLY, events.put)
+        if not self._is_submitted:
+            raise InvariantError(f"{self._spec.sequence_id} is here already")
         async for event in events:
             yield self._take(event)
             if isinstance(event, NewTokens):
                 return
 
     def close(self) -> None:
-        """Whatever happened: gives back what no complete lease holds."""
+        """Whatever happened: gives back what no complete lease holds, and nothing of another call."""
+        if not self._is_submitted:
+            return
         if self._lease is None:
             self._worker.engine.release(self._spec.sequence_id)
         else:

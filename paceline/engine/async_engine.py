@@ -42,6 +42,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[SequenceId, Sink] = {}
+        # Those that keep their blocks, and so their sink, after their last event.
+        self._held: set[SequenceId] = set()
         self._on_changes = on_changes
         self._on_failure = on_failure
         self._failed = False
@@ -62,18 +64,22 @@ class AsyncEngine:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink) -> None:
+    def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink) -> bool:
         """Queues a sequence; `sink` gets its events until it ends or is released.
 
-        An id that is in use already is a repeated message: it is ignored, and its first sink stays.
+        False for an id that is in use already: a repeated message is ignored, and the first sink stays. The id of a
+        PREFILL_ONLY sequence is in use until it is released.
         """
         if self._failed:
             sink([Failed(spec.sequence_id, _dead())])
-            return
+            return True
         if spec.sequence_id in self._sinks:
-            return
+            return False
         self._sinks[spec.sequence_id] = sink
+        if role is SequenceRole.PREFILL_ONLY:
+            self._held.add(spec.sequence_id)
         self._commands.put(lambda engine: engine.add(spec, role))
+        return True
 
     def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
         """The sequence's KV has arrived in its reserved blocks."""
@@ -87,6 +93,7 @@ class AsyncEngine:
         Its sink hears of the `error`, if there is one, and then nothing more. Whoever fills its blocks from outside
         must have stopped before.
         """
+        self._held.discard(sequence_id)
         sink = self._sinks.pop(sequence_id, None)
         if sink is not None and error is not None:
             sink([Failed(sequence_id, error)])
@@ -149,15 +156,14 @@ class AsyncEngine:
             if sink is None:  # released since
                 continue
             grouped[sink].append(event)
-            if isinstance(event, Failed) or (
-                isinstance(event, NewTokens) and event.finish_reason is not None
-            ):
+            if _is_last(event) and event.sequence_id not in self._held:
                 del self._sinks[event.sequence_id]
         return grouped
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
         sinks, self._sinks = self._sinks, {}
+        self._held.clear()
         for sequence_id, sink in sinks.items():
             _tell(sink, [Failed(sequence_id, _dead())])
         self._on_failure(error)
@@ -169,6 +175,10 @@ def _tell(sink: Sink, events: Sequence[Event]) -> None:
         sink(events)
     except Exception:
         log.exception("sink_failed", num_events=len(events))
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, Failed) or (isinstance(event, NewTokens) and event.finish_reason is not None)
 
 
 def _dead() -> InvariantError:

@@ -13,24 +13,35 @@ class GatedRunner:
     def __init__(self, runner: FakeModelRunner) -> None:
         self._runner = runner
         self.memory = self._runner.memory
-        self.gate = threading.Event()
-        self.gate.set()
-        self.arrived = threading.Event()
+        self._is_open = True
+        self._permits = threading.Semaphore(0)
+        self._arrived = threading.Event()
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
-        self.arrived.set()
-        assert self.gate.wait(timeout=30)
+        self._arrived.set()
+        if not self._is_open:
+            assert self._permits.acquire(timeout=30)
         return self._runner.execute(output)
 
     def close(self) -> None:
         """The next step will wait."""
-        self.gate.clear()
-        self.arrived.clear()
+        self._is_open = False
+        self._arrived.clear()
 
     async def until_arrived(self) -> None:
         """Returns when a step waits at the closed gate."""
-        assert await asyncio.to_thread(self.arrived.wait, 30)
+        assert await asyncio.to_thread(self._arrived.wait, 30)
+
+    def let_one_pass(self) -> None:
+        """The step at the gate goes on; the next one will wait."""
+        self._arrived.clear()
+        self._permits.release()
+
+    def open(self) -> None:
+        """The step at the gate goes on, and so do all later ones."""
+        self._is_open = True
+        self._permits.release()
 
 
 class BrokenRunner(FakeModelRunner):

@@ -125,7 +125,7 @@ async def test_one_sink_for_many_hears_of_a_step_at_once() -> None:
         await runner.until_arrived()
         for name in ("a", "b"):
             engine.submit(make_spec(name, max_tokens=3), SequenceRole.GENERATE, sink)
-        runner.gate.set()
+        runner.open()
         await _until_end(blocker)
         await done.wait()
     names = [{event.sequence_id.request_id for event in events} for events in calls]
@@ -176,7 +176,7 @@ async def test_a_release_during_a_step_is_the_last_that_is_heard() -> None:
         await runner.until_arrived()
         engine.release(make_id())
         num_heard = len(heard)
-        runner.gate.set()
+        runner.open()
         await _one_step(engine)
         assert len(heard) == num_heard
         assert engine.stats.num_free_blocks == NUM_BLOCKS

@@ -95,7 +95,7 @@ async def test_a_drain_waits_for_what_the_engine_has_not_seen_yet(tiny_tokenizer
         worker.engine.submit(make_spec(), SequenceRole.GENERATE, heard.extend)
         draining = asyncio.create_task(worker.drain(grace_s=30))
         await asyncio.sleep(0)
-        runner.gate.set()
+        runner.open()
         await draining
         assert isinstance(heard[-1], NewTokens)
         assert heard[-1].finish_reason is not None
