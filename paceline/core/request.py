@@ -40,12 +40,26 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+    """How the next token is chosen. Temperature 0 is greedy; the other defaults change nothing.
+
+    They apply in the order logit_bias, penalties, temperature, top_k, top_p, min_p.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
+    # (token id, what is added to its logit), by token id.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens seen so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,7 @@ class StopConditions:
     """When a candidate ends. `max_tokens` None means the server's default."""
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -68,6 +83,8 @@ class Request:
     stopping: StopConditions
     client_request_id: str = ""
     bypass_cache: bool = False
+    # The most probable alternatives to return with each output token; None: no log probabilities at all.
+    num_top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +100,10 @@ class SequenceSpec:
     sampling: SamplingParams
     max_tokens: int
     output_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_top_logprobs: int | None = None
     bypass_cache: bool = False
     cache_scope: str = ""
     time_budget_s: float | None = None
@@ -96,11 +115,24 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How probable a token was, and the most probable ones at its place: (token id, log probability), best first.
+
+    Of the model's own distribution: before bias, penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FirstToken:
     """The token that a prefill ends with, and whether it already ends the candidate."""
 
     token_id: int
     finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +141,12 @@ class RequestLimits:
 
     max_model_tokens: int
     max_output_tokens: int
+    vocab_size: int
     max_prompt_bytes: int = 1 << 20
     max_n: int = 1
     max_stop_count: int = 16
     max_stop_chars: int = 256
+    max_logit_bias: int = 1024
 
     @property
     def max_prompt_tokens(self) -> int:

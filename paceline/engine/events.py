@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import FinishReason, SequenceId
+from paceline.core.request import FinishReason, SequenceId, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class NewTokens:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     num_preemptions: int
+    # One a token, or none at all.
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ read back from those blocks; so a block that is lost, stale, misplaced or anothe
 import hashlib
 import struct
 import time
+from collections.abc import Collection
+from dataclasses import replace
 
 import xxhash
 
 from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
-from paceline.core.request import SamplingParams
-from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.core.request import SamplingParams, TokenLogprob
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 _SLOT = struct.Struct("<II")  # token id, position
 
@@ -60,8 +62,13 @@ class FakeModelRunner:
             time.sleep(self._step_s)
         for item in output.scheduled:
             self._write(item)
-        sampling = [(item, item.sampling) for item in output.scheduled if item.sampling]
-        return StepOutput(tuple(self._sample(item, params) for item, params in sampling))
+        sampled = [(item, item.sample) for item in output.scheduled if item.sample is not None]
+        token_ids = tuple(self._sample(item, task) for item, task in sampled)
+        # It knows no doubt: whatever it says has probability 1.
+        logprobs = tuple(
+            _certain(token_id, task) for token_id, (_, task) in zip(token_ids, sampled, strict=True)
+        )
+        return StepOutput(token_ids, logprobs)
 
     def _write(self, item: ScheduledSequence) -> None:
         size = self.memory.block_size
@@ -69,17 +76,31 @@ class FakeModelRunner:
             block_id = item.block_table[position // size]
             self.memory.write(block_id, position % size * _SLOT.size, _SLOT.pack(token_id, position))
 
-    def _sample(self, item: ScheduledSequence, params: SamplingParams) -> int:
+    def _sample(self, item: ScheduledSequence, task: SampleTask) -> int:
         blocks = b"".join(self.memory.read(block_id) for block_id in item.block_table)
-        return _digest_token(blocks[: item.end * _SLOT.size], params, self._vocab_size)
+        return _digest_token(blocks[: item.end * _SLOT.size], task.params, self._vocab_size, task.banned_ids)
 
 
-def fake_next_token(token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int) -> int:
+def fake_next_token(
+    token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, banned_ids: Collection[int] = ()
+) -> int:
     """The oracle: what the fake model says after `token_ids`."""
     context = b"".join(_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids))
-    return _digest_token(context, params, vocab_size)
+    return _digest_token(context, params, vocab_size, banned_ids)
 
 
-def _digest_token(context: bytes, params: SamplingParams, vocab_size: int) -> int:
-    salt = struct.pack("<Q", params.seed) if params.temperature > 0 else b""
-    return int.from_bytes(hashlib.blake2b(context + salt, digest_size=8).digest(), "little") % vocab_size
+def _digest_token(
+    context: bytes, params: SamplingParams, vocab_size: int, banned_ids: Collection[int]
+) -> int:
+    # Every parameter counts, so that one which gets lost on the way changes the tokens.
+    salt = repr(params if params.temperature > 0 else replace(params, seed=0)).encode()
+    token_id = int.from_bytes(hashlib.blake2b(context + salt, digest_size=8).digest(), "little") % vocab_size
+    while token_id in banned_ids:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def _certain(token_id: int, task: SampleTask) -> TokenLogprob | None:
+    if task.num_top_logprobs is None:
+        return None
+    return TokenLogprob(token_id, 0.0, ((token_id, 0.0),) if task.num_top_logprobs else ())

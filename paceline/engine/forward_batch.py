@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import SamplingParams
-from paceline.engine.step import ScheduledSequence, SchedulerOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,7 @@ class ForwardBatch:
     slot_mapping: Tensor  # [num_tokens], block id * block size + offset
     queries: tuple[QueryRange, ...]
     sample_rows: Tensor  # [num_samples], rows of token_ids whose logits are needed
-    sampling: tuple[SamplingParams, ...]  # num_samples
-    sample_positions: tuple[int, ...]  # num_samples, positions of the tokens to be sampled
+    sample_tasks: tuple[SampleTask, ...]  # num_samples
 
 
 def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatch:
@@ -44,7 +42,7 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
     for item in scheduled:
         last = first + len(item.token_ids)
         queries.append(QueryRange(first, last, item.end, _block_table(item, block_size)))
-        if item.sampling is not None:
+        if item.sample is not None:
             sample_rows.append(last - 1)
         first = last
     return ForwardBatch(
@@ -53,8 +51,7 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
         slot_mapping=torch.tensor([slot for item in scheduled for slot in _slots(item, block_size)]),
         queries=tuple(queries),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long),
-        sampling=tuple(item.sampling for item in scheduled if item.sampling is not None),
-        sample_positions=tuple(item.end for item in scheduled if item.sampling is not None),
+        sample_tasks=tuple(item.sample for item in scheduled if item.sample is not None),
     )
 
 

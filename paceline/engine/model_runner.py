@@ -13,7 +13,7 @@ from paceline.engine.attention import ATTENTION_NAME, AttentionContext, current_
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.sampler import sample
-from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -33,7 +33,7 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_forward_batch(output, self._layout.block_size)
             logits = self.forward(batch)
-            return StepOutput(sample(logits.float(), batch.sampling, batch.sample_positions))
+            return sample(logits.float(), batch.sample_tasks)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The logits of the batch's sample rows, [num_samples, vocab_size]; stores the KV of all its tokens."""
@@ -93,7 +93,7 @@ def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayou
                 token_ids=tuple(prompt[start:end]),
                 start=start,
                 block_table=tables[index],
-                sampling=SamplingParams(),
+                sample=SampleTask(SamplingParams(), position=end),
             )
             for index, prompt in enumerate(prompts)
         )

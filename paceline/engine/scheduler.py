@@ -13,11 +13,11 @@ from paceline.core.block_hash import BlockHash, chain_root, hash_block
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import FirstToken, SequenceId, SequenceSpec
+from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
 from paceline.engine.block_pool import BlockPool, CachedBlock
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -125,15 +125,16 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Event]:
         """Takes the step's results into the sequences; a block is published here, once it is computed."""
-        sampled = iter(step.token_ids)
+        logprobs = step.logprobs or (None,) * len(step.token_ids)
+        sampled = iter(zip(step.token_ids, logprobs, strict=True))
         events = list(output.events)
         for item in output.scheduled:
             sequence = self._sequences[item.sequence_id]
             sequence.num_computed_tokens = item.end
             self._seal_full_blocks(sequence)
             events += self._announce(sequence)
-            if item.sampling is not None:
-                events.append(self._take_token(sequence, next(sampled)))
+            if item.sample is not None:
+                events.append(self._take_token(sequence, *next(sampled)))
         return events
 
     # -- for the outside
@@ -177,7 +178,7 @@ class Scheduler:
                 preempted = True
                 continue
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            scheduled.append(_scheduled(sequence, num_tokens))
+            scheduled.append(self._scheduled(sequence, num_tokens))
             budget -= num_tokens
         preempted |= any(s.status is SequenceStatus.PREEMPTED for s in order)
         return budget, preempted
@@ -196,8 +197,19 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            scheduled.append(_scheduled(sequence, num_tokens))
+            scheduled.append(self._scheduled(sequence, num_tokens))
             budget -= num_tokens
+
+    def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        completes = num_tokens == sequence.num_uncomputed_tokens
+        return ScheduledSequence(
+            sequence_id=sequence.sequence_id,
+            token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+            start=start,
+            block_table=tuple(sequence.block_table),
+            sample=_sample_task(sequence, self.config.eos_token_ids) if completes else None,
+        )
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Takes blocks for every known token, cached ones where there are some; all or nothing.
@@ -312,7 +324,7 @@ class Scheduler:
         sequence.num_announced_blocks = len(sequence.checksums)
         return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, checksums)
 
-    def _take_token(self, sequence: Sequence, token_id: int) -> Event:
+    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Event:
         finish_reason = sequence.append(token_id, self.config.eos_token_ids)
         if sequence.role is SequenceRole.PREFILL_ONLY:
             self._hold(sequence)
@@ -324,6 +336,7 @@ class Scheduler:
             token_ids=(token_id,),
             finish_reason=finish_reason,
             num_preemptions=sequence.num_preemptions,
+            logprobs=() if logprob is None else (logprob,),
         )
 
     def _hold(self, sequence: Sequence) -> None:
@@ -343,15 +356,16 @@ class Scheduler:
         return -(-num_tokens // self.pool.block_size)
 
 
-def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = sequence.num_computed_tokens
-    completes = num_tokens == sequence.num_uncomputed_tokens
-    return ScheduledSequence(
-        sequence_id=sequence.sequence_id,
-        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-        start=start,
-        block_table=tuple(sequence.block_table),
-        sampling=sequence.spec.sampling if completes else None,
+def _sample_task(sequence: Sequence, eos_token_ids: frozenset[int]) -> SampleTask:
+    spec, num_prompt = sequence.spec, len(sequence.spec.prompt_ids)
+    needs_history = spec.sampling.has_penalties
+    return SampleTask(
+        params=spec.sampling,
+        position=sequence.num_tokens,
+        prompt_ids=spec.prompt_ids if needs_history else (),
+        output_ids=tuple(sequence.token_ids[num_prompt:]) if needs_history else (),
+        banned_ids=sequence.banned_ids(eos_token_ids),
+        num_top_logprobs=spec.num_top_logprobs,
     )
 
 

@@ -104,6 +104,12 @@ class Sequence:
         """Whether one step gives a token."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
+    def banned_ids(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+        """Tokens that may not be sampled next: those that would end the output before its least length."""
+        if self.num_output_tokens >= self.spec.min_tokens:
+            return ()
+        return (*self.spec.stop_token_ids, *(() if self.spec.ignore_eos else sorted(eos_token_ids)))
+
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Takes a sampled token; says whether it ends the sequence."""
         self.token_ids.append(token_id)

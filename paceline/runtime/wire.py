@@ -29,6 +29,7 @@ from paceline.core.request import (
     SequenceId,
     SequenceSpec,
     StopConditions,
+    TokenLogprob,
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
@@ -36,6 +37,9 @@ from paceline.v1 import engine_pb2, generation_pb2, inference_pb2
 
 ROLES = ("system", "user", "assistant")
 MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_LOGIT_BIAS = 100.0
+MAX_TOP_LOGPROBS = 20
 MAX_UINT32 = 0xFFFF_FFFF
 
 _FINISH_TO_PROTO = {
@@ -60,10 +64,11 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
     _check_candidates(message, limits)
     return Request(
         prompt=_parse_prompt(message, limits),
-        sampling=_parse_sampling(message.sampling),
+        sampling=_parse_sampling(message.sampling, limits),
         stopping=_parse_stopping(message.stopping, limits),
         client_request_id=message.client_request_id,
         bypass_cache=message.cache.bypass,
+        num_top_logprobs=_parse_logprobs(message),
     )
 
 
@@ -82,25 +87,12 @@ def parse_tokenize(raw: bytes, limits: RequestLimits) -> Prompt:
 
 
 def _refuse_unbuilt(message: inference_pb2.GenerateRequest) -> None:
-    sampling, stopping = message.sampling, message.stopping
-    if message.HasField("logprobs"):
-        raise NotBuiltError("logprobs", "log probabilities")
+    if message.logprobs.prompt:
+        raise NotBuiltError("logprobs.prompt", "log probabilities of prompt tokens")
     if message.priority not in (inference_pb2.PRIORITY_UNSPECIFIED, inference_pb2.PRIORITY_STANDARD):
         raise NotBuiltError("priority", "classes other than PRIORITY_STANDARD")
     if message.cache.HasField("public_prefix"):
         raise NotBuiltError("cache.public_prefix", "prefixes shared between tenants")
-    if stopping.min_tokens:
-        raise NotBuiltError("stopping.min_tokens", "a least output length")
-    if sampling.min_p:
-        raise NotBuiltError("sampling.min_p", "the min-p filter")
-    if sampling.logit_bias:
-        raise NotBuiltError("sampling.logit_bias", "biases on tokens")
-    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1:
-        raise NotBuiltError("sampling.repetition_penalty", "penalties")
-    if sampling.presence_penalty:
-        raise NotBuiltError("sampling.presence_penalty", "penalties")
-    if sampling.frequency_penalty:
-        raise NotBuiltError("sampling.frequency_penalty", "penalties")
 
 
 def _check_candidates(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> None:
@@ -151,17 +143,59 @@ def _check_bytes(num_bytes: int, limits: RequestLimits) -> None:
         raise PromptTooLongError(limit=limits.max_prompt_bytes, given=num_bytes, unit="bytes")
 
 
-def _parse_sampling(message: generation_pb2.SamplingParams) -> SamplingParams:
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    if not 0 <= temperature <= MAX_TEMPERATURE:
-        raise BadSamplingError(
-            "sampling.temperature", f"is {temperature:g}; it must be 0 to {MAX_TEMPERATURE:g}"
-        )
+def _parse_sampling(message: generation_pb2.SamplingParams, limits: RequestLimits) -> SamplingParams:
     top_p = message.top_p if message.HasField("top_p") else 1.0
     if math.isnan(top_p) or not 0 < top_p <= 1:
         raise BadSamplingError("sampling.top_p", f"is {top_p:g}; it must be above 0 and at most 1")
-    seed = message.seed if message.HasField("seed") else secrets.randbits(64)
-    return SamplingParams(temperature=temperature, top_p=top_p, top_k=message.top_k, seed=seed)
+    repetition_penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    if math.isnan(repetition_penalty) or not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
+        problem = f"is {repetition_penalty:g}; it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        raise BadSamplingError("sampling.repetition_penalty", problem)
+    return SamplingParams(
+        temperature=_in_range(message, "temperature", 0, MAX_TEMPERATURE, absent=1.0),
+        top_p=top_p,
+        top_k=message.top_k,
+        min_p=_in_range(message, "min_p", 0, 1),
+        repetition_penalty=repetition_penalty,
+        presence_penalty=_in_range(message, "presence_penalty", -2, 2),
+        frequency_penalty=_in_range(message, "frequency_penalty", -2, 2),
+        seed=message.seed if message.HasField("seed") else secrets.randbits(64),
+        logit_bias=_parse_bias(message, limits),
+    )
+
+
+def _in_range(
+    message: generation_pb2.SamplingParams, field: str, least: float, most: float, *, absent: float = 0.0
+) -> float:
+    value: float = getattr(message, field) if message.HasField(field) else absent
+    # Written so that NaN is out of every range.
+    if not least <= value <= most:
+        raise BadSamplingError(f"sampling.{field}", f"is {value:g}; it must be {least:g} to {most:g}")
+    return value
+
+
+def _parse_bias(
+    message: generation_pb2.SamplingParams, limits: RequestLimits
+) -> tuple[tuple[int, float], ...]:
+    if len(message.logit_bias) > limits.max_logit_bias:
+        raise BadSamplingError("sampling.logit_bias", f"names more than {limits.max_logit_bias} tokens")
+    for token_id, bias in message.logit_bias.items():
+        if token_id >= limits.vocab_size:
+            raise BadSamplingError(
+                "sampling.logit_bias", f"names token {token_id}, which the model does not have"
+            )
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise BadSamplingError("sampling.logit_bias", f"holds {bias:g}; the limit is {MAX_LOGIT_BIAS:g}")
+    return tuple(sorted(message.logit_bias.items()))
+
+
+def _parse_logprobs(message: inference_pb2.GenerateRequest) -> int | None:
+    if not message.HasField("logprobs"):
+        return None
+    if message.logprobs.num_top > MAX_TOP_LOGPROBS:
+        problem = f"is {message.logprobs.num_top}; it must be 0 to {MAX_TOP_LOGPROBS}"
+        raise BadSamplingError("logprobs.num_top", problem)
+    return message.logprobs.num_top
 
 
 def _parse_stopping(message: generation_pb2.StopConditions, limits: RequestLimits) -> StopConditions:
@@ -169,6 +203,11 @@ def _parse_stopping(message: generation_pb2.StopConditions, limits: RequestLimit
     if max_tokens is not None and not 1 <= max_tokens <= limits.max_output_tokens:
         raise BadStopError(
             "stopping.max_tokens", f"is {max_tokens}; it must be 1 to {limits.max_output_tokens}"
+        )
+    least_most = limits.max_output_tokens if max_tokens is None else max_tokens
+    if message.min_tokens > least_most:
+        raise BadStopError(
+            "stopping.min_tokens", f"is {message.min_tokens}, more than the {least_most} that may come"
         )
     if max(len(message.stop), len(message.stop_token_ids)) > limits.max_stop_count:
         raise BadStopError("stopping", f"has more than {limits.max_stop_count} stop strings or stop tokens")
@@ -179,6 +218,7 @@ def _parse_stopping(message: generation_pb2.StopConditions, limits: RequestLimit
             )
     return StopConditions(
         max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -196,16 +236,31 @@ def finish_reason_from_proto(proto: generation_pb2.FinishReason) -> FinishReason
     return _FINISH_FROM_PROTO.get(proto)
 
 
+def logprob_to_proto(logprob: TokenLogprob) -> generation_pb2.TokenLogprob:
+    """Field by field."""
+    top = [generation_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
+    return generation_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+
+
+def logprob_from_proto(message: generation_pb2.TokenLogprob) -> TokenLogprob:
+    """Field by field."""
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    return TokenLogprob(message.token_id, message.logprob, top)
+
+
 def first_token_to_proto(first: FirstToken) -> engine_pb2.FirstToken:
     """The hand-off of the first token."""
     return engine_pb2.FirstToken(
-        token_id=first.token_id, finish_reason=finish_reason_to_proto(first.finish_reason)
+        token_id=first.token_id,
+        finish_reason=finish_reason_to_proto(first.finish_reason),
+        logprob=logprob_to_proto(first.logprob) if first.logprob else None,
     )
 
 
 def first_token_from_proto(message: engine_pb2.FirstToken) -> FirstToken:
     """The hand-off of the first token."""
-    return FirstToken(message.token_id, finish_reason_from_proto(message.finish_reason))
+    logprob = logprob_from_proto(message.logprob) if message.HasField("logprob") else None
+    return FirstToken(message.token_id, finish_reason_from_proto(message.finish_reason), logprob)
 
 
 def fingerprint_to_proto(fingerprint: ModelFingerprint) -> engine_pb2.ModelFingerprint:
@@ -268,11 +323,17 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         time_budget_s=spec.time_budget_s,
         cache_scope=spec.cache_scope,
     )
+    params = spec.sampling
     sampling = generation_pb2.SamplingParams(
-        temperature=spec.sampling.temperature,
-        top_p=spec.sampling.top_p,
-        top_k=spec.sampling.top_k,
-        seed=spec.sampling.seed,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=params.seed,
+        logit_bias=dict(params.logit_bias),
     )
     sequence = engine_pb2.SequenceSpec(
         prompt_ids=spec.prompt_ids,
@@ -282,6 +343,8 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         stop_token_ids=spec.stop_token_ids,
         ignore_eos=spec.ignore_eos,
         bypass_cache=spec.bypass_cache,
+        min_tokens=spec.min_tokens,
+        num_top_logprobs=spec.num_top_logprobs,
     )
     return context, sequence
 
@@ -292,19 +355,31 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
         sequence_id=SequenceId(RequestId(context.request_id), context.attempt),
         prompt_ids=tuple(sequence.prompt_ids),
         output_ids=tuple(sequence.output_ids),
-        sampling=SamplingParams(
-            temperature=sequence.sampling.temperature,
-            top_p=sequence.sampling.top_p,
-            top_k=sequence.sampling.top_k,
-            seed=sequence.sampling.seed,
-        ),
+        sampling=_sampling_from_proto(sequence.sampling),
         max_tokens=sequence.max_tokens,
         stop_token_ids=tuple(sequence.stop_token_ids),
         ignore_eos=sequence.ignore_eos,
         bypass_cache=sequence.bypass_cache,
+        min_tokens=sequence.min_tokens,
+        num_top_logprobs=sequence.num_top_logprobs if sequence.HasField("num_top_logprobs") else None,
         cache_scope=context.cache_scope,
         time_budget_s=context.time_budget_s if context.HasField("time_budget_s") else None,
     )
     if not spec.prompt_ids or spec.max_tokens <= len(spec.output_ids):
         raise InvariantError(f"sequence {spec.sequence_id} has an empty prompt or no output token left")
     return spec
+
+
+def _sampling_from_proto(message: generation_pb2.SamplingParams) -> SamplingParams:
+    """As a router sends it, with every scalar set."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )

@@ -20,7 +20,7 @@ class CallContext(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache")
+    __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache", "min_tokens", "num_top_logprobs")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,8 @@ class SequenceSpec(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     BYPASS_CACHE_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.SamplingParams
@@ -35,7 +37,9 @@ class SequenceSpec(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     bypass_cache: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., bypass_cache: _Optional[bool] = ...) -> None: ...
+    min_tokens: int
+    num_top_logprobs: int
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., bypass_cache: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class KvTicket(_message.Message):
     __slots__ = ("lease_id", "owner_id", "owner_address", "boot_epoch", "fingerprint", "block_hashes", "num_blocks")
@@ -74,9 +78,11 @@ class ModelFingerprint(_message.Message):
     def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "finish_reason")
+    __slots__ = ("token_id", "finish_reason", "logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     finish_reason: _generation_pb2.FinishReason
-    def __init__(self, token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ...) -> None: ...
+    logprob: _generation_pb2.TokenLogprob
+    def __init__(self, token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...

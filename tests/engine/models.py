@@ -120,7 +120,7 @@ class RecordingRunner(ModelRunner):
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
-        self._sampled = [item for item in output.scheduled if item.sampling is not None]
+        self._sampled = [item for item in output.scheduled if item.sample is not None]
         return super().execute(output)
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -3,14 +3,15 @@
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams
 from paceline.engine.forward_batch import build_forward_batch
-from paceline.engine.step import ScheduledSequence, SchedulerOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import GREEDY, make_id
 
 
 def _item(
     name: str, token_ids: tuple[int, ...], start: int, table: tuple[int, ...], sampling: SamplingParams | None
 ) -> ScheduledSequence:
-    return ScheduledSequence(make_id(name), token_ids, start, tuple(BlockId(b) for b in table), sampling)
+    sample = SampleTask(sampling, start + len(token_ids)) if sampling else None
+    return ScheduledSequence(make_id(name), token_ids, start, tuple(BlockId(b) for b in table), sample)
 
 
 def test_sequences_lie_end_to_end_with_their_own_places() -> None:
@@ -31,12 +32,11 @@ def test_sequences_lie_end_to_end_with_their_own_places() -> None:
     assert [(q.first, q.last, q.context) for q in batch.queries] == [(0, 3, 5), (3, 4, 9), (4, 6, 2)]
     assert [q.block_table.tolist() for q in batch.queries] == [[5, 3], [0, 1, 2], [7]]
     assert batch.sample_rows.tolist() == [3, 5]
-    assert batch.sampling == (seeded, GREEDY)
-    assert batch.sample_positions == (9, 2)
+    assert batch.sample_tasks == (SampleTask(seeded, 9), SampleTask(GREEDY, 2))
 
 
 def test_a_step_of_chunks_samples_nothing() -> None:
     """When no prompt is complete there is no row to sample from."""
     batch = build_forward_batch(SchedulerOutput((_item("chunk", (1, 2), 0, (0,), None),), ()), 4)
     assert batch.sample_rows.tolist() == []
-    assert batch.sampling == ()
+    assert batch.sample_tasks == ()

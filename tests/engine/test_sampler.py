@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +12,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.core.request import SamplingParams
-from paceline.engine.sampler import filtered_probs, sample, uniform
+from paceline.engine.sampler import filtered_probs, penalised, sample, uniform
+from paceline.engine.step import SampleTask
 from tests.factories import GREEDY
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -2.0, 0.25])
 
 
+def draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[int, ...]:
+    """One token a row, by its own parameters and position."""
+    tasks = [SampleTask(*pair) for pair in zip(params, positions, strict=True)]
+    return sample(logits, tasks).token_ids
+
+
 def _exact_probs(params: SamplingParams) -> dict[int, float]:
-    """Temperature, then top_k, then top_p, in plain arithmetic."""
+    """Temperature, then top_k, then top_p, then min_p, in plain arithmetic."""
     scaled = [float(x) / params.temperature for x in LOGITS]
     weights = {token: math.exp(x - max(scaled)) for token, x in enumerate(scaled)}
     ranked = sorted(weights, key=lambda token: (-weights[token], token))
@@ -30,6 +39,7 @@ def _exact_probs(params: SamplingParams) -> dict[int, float]:
             break
         kept.append(token)
         reached += weights[token] / total
+    kept = [token for token in kept if weights[token] >= params.min_p * weights[kept[0]]]
     total = sum(weights[token] for token in kept)
     return {token: weights[token] / total for token in kept}
 
@@ -37,7 +47,7 @@ def _exact_probs(params: SamplingParams) -> dict[int, float]:
 def _draw(params: SamplingParams, num_draws: int = NUM_DRAWS) -> Counter[int]:
     """How often each token is chosen at so many different positions."""
     rows = LOGITS.expand(num_draws, -1)
-    return Counter(sample(rows, (params,) * num_draws, tuple(range(num_draws))))
+    return Counter(draw(rows, (params,) * num_draws, range(num_draws)))
 
 
 def _random_logits(num_rows: int, vocab_size: int = 50) -> Tensor:
@@ -82,14 +92,14 @@ def test_greedy_takes_the_best_token_whatever_the_seed() -> None:
     best = (*(int(row.argmax()) for row in logits[:5]), 0)
     for seed in (0, 7):
         params = SamplingParams(temperature=0.0, seed=seed, top_p=0.5, top_k=3)
-        assert sample(logits, (params,) * 6, tuple(range(6))) == best
+        assert draw(logits, (params,) * 6, tuple(range(6))) == best
 
 
 def test_top_k_of_one_is_greedy() -> None:
     """With one token left there is no chance, equal logits included."""
     logits = torch.cat([_random_logits(20), torch.ones(1, 50)])
     params = SamplingParams(top_k=1, seed=3)
-    assert sample(logits, (params,) * 21, tuple(range(21))) == sample(logits, (GREEDY,) * 21, (0,) * 21)
+    assert draw(logits, (params,) * 21, tuple(range(21))) == draw(logits, (GREEDY,) * 21, (0,) * 21)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +110,10 @@ def test_top_k_of_one_is_greedy() -> None:
         SamplingParams(temperature=2.0, seed=3),
         SamplingParams(top_k=3, seed=4),
         SamplingParams(top_p=0.7, seed=5),
-        SamplingParams(temperature=1.5, top_k=5, top_p=0.8, seed=6),
+        SamplingParams(min_p=0.2, seed=7),
+        SamplingParams(temperature=1.5, top_k=6, top_p=0.9, min_p=0.3, seed=6),
     ],
-    ids=["plain", "cold", "hot", "top-k", "top-p", "all"],
+    ids=["plain", "cold", "hot", "top-k", "top-p", "min-p", "all"],
 )
 def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     """Over many positions each token comes as often as its exact probability says, and a filtered one never."""
@@ -122,20 +133,27 @@ def test_a_wrong_distribution_would_be_noticed() -> None:
     temperature=st.floats(0.01, 100),
     top_k=st.integers(0, 12),
     top_p=st.floats(1e-6, 1.0),
+    min_p=st.floats(0, 1),
 )
-def test_filters_keep_the_most_probable_tokens(temperature: float, top_k: int, top_p: float) -> None:
-    """What is left is the definition's set, best first, and sums to one."""
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    probs, token_ids = filtered_probs(LOGITS, params)
-    ranked = sorted(range(len(LOGITS)), key=lambda token: (-float(LOGITS[token]), token))
-    assert token_ids.tolist() == ranked[: len(token_ids)]
-    assert 1 <= len(token_ids) <= (top_k or len(LOGITS))
-    assert float(probs.sum()) == pytest.approx(1)
+def test_filters_keep_the_most_probable_tokens(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """What is left is the definition's set, in its old proportions, and sums to one."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    probs = (LOGITS.double() / temperature).softmax(-1)
+    left = filtered_probs(probs[None], [params])[0]
+    kept = left.nonzero().flatten().tolist()
+    ranked = sorted(range(len(LOGITS)), key=lambda token: (-float(probs[token]), token))
+    assert sorted(kept) == sorted(ranked[: len(kept)])
+    assert float(left.sum()) == pytest.approx(1)
+    assert torch.allclose(left[kept] / left[kept].sum(), probs[kept] / probs[kept].sum())
+    # Without min_p the set reaches top_p, and without its last token it does not; a cut may fall on the last bit.
     exact = _exact_probs(SamplingParams(temperature=temperature, top_k=top_k))
-    kept = [exact[token] for token in token_ids.tolist()]
-    # The set reaches top_p, and without its last token it does not; the cut may fall on the last bit.
-    assert sum(kept) >= top_p - 1e-9
-    assert sum(kept[:-1]) <= top_p + 1e-9
+    reached = [exact[token] for token in ranked[: len(kept)]]
+    assert sum(reached[:-1]) <= top_p + 1e-9
+    assert all(p >= min_p * reached[0] - 1e-12 for p in reached)
+    if min_p == 0:
+        assert sum(reached) >= top_p - 1e-9
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-3])
@@ -143,17 +161,17 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     """No overflow and no NaN on the way to 0."""
     logits = _random_logits(10)
     params = SamplingParams(temperature=temperature, seed=1)
-    assert sample(logits, (params,) * 10, tuple(range(10))) == tuple(logits.argmax(-1).tolist())
+    assert draw(logits, (params,) * 10, tuple(range(10))) == tuple(logits.argmax(-1).tolist())
 
 
 def test_a_token_depends_on_its_own_row_seed_and_position_only() -> None:
     """In any company and any order the same token is chosen, greedy neighbours among them."""
     logits, positions = _random_logits(30), tuple(range(100, 130))
     params = tuple(GREEDY if n % 3 == 0 else SamplingParams(seed=n, top_p=0.9) for n in range(30))
-    together = sample(logits, params, positions)
-    alone = tuple(sample(logits[n : n + 1], (params[n],), (positions[n],))[0] for n in range(30))
+    together = draw(logits, params, positions)
+    alone = tuple(draw(logits[n : n + 1], (params[n],), (positions[n],))[0] for n in range(30))
     order = torch.randperm(30, generator=torch.Generator().manual_seed(2)).tolist()
-    shuffled = sample(logits[order], tuple(params[n] for n in order), tuple(positions[n] for n in order))
+    shuffled = draw(logits[order], tuple(params[n] for n in order), tuple(positions[n] for n in order))
     assert together == alone
     assert shuffled == tuple(together[n] for n in order)
 
@@ -161,10 +179,90 @@ def test_a_token_depends_on_its_own_row_seed_and_position_only() -> None:
 def test_a_seed_is_reproducible_and_another_seed_is_another_output() -> None:
     """The same seed and positions give the same tokens; a different seed differs somewhere in twenty."""
     logits, positions = LOGITS.expand(20, -1), tuple(range(20))
-    draws = [sample(logits, (SamplingParams(seed=seed),) * 20, positions) for seed in (1, 1, 2)]
+    draws = [draw(logits, (SamplingParams(seed=seed),) * 20, positions) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 
 def test_no_row_is_no_token() -> None:
     """A step of chunks samples nothing."""
-    assert sample(torch.empty(0, 50), (), ()) == ()
+    assert sample(torch.empty(0, 50), ()).token_ids == ()
+
+
+# -- what depends on more than the logits
+
+
+def test_repetition_divides_what_is_likely_and_multiplies_what_is_not() -> None:
+    """Tokens of prompt and output are pushed down, once each, however often they were seen; others stay."""
+    task = SampleTask(SamplingParams(repetition_penalty=2), 5, prompt_ids=(0, 0, 4), output_ids=(6,))
+    expected = LOGITS.clone()
+    expected[0], expected[4], expected[6] = 1.0, -2.0, -4.0
+    assert torch.equal(penalised(LOGITS, task), expected)
+
+
+def test_presence_counts_once_and_frequency_each_time_and_only_output() -> None:
+    """Both are subtracted, for tokens of the output; the prompt's stay as they are."""
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    task = SampleTask(params, 5, prompt_ids=(0,), output_ids=(1, 2, 1, 1))
+    expected = LOGITS.clone()
+    expected[1] -= 0.5 + 3 * 0.25
+    expected[2] -= 0.5 + 0.25
+    assert torch.allclose(penalised(LOGITS, task), expected)
+
+
+def test_a_bias_is_added_and_comes_before_penalties() -> None:
+    """A biased token is penalised by its biased logit."""
+    params = SamplingParams(repetition_penalty=2, logit_bias=((4, 3.0), (7, -1.0)))
+    changed = penalised(LOGITS, SampleTask(params, 1, prompt_ids=(4,)))
+    assert (float(changed[4]), float(changed[7])) == (1.0, -0.75)
+
+
+def test_a_banned_token_never_comes() -> None:
+    """However likely it is, greedy or by chance; without the ban it comes."""
+    for params in (GREEDY, SamplingParams(seed=3)):
+        free = {sample(LOGITS[None], [SampleTask(params, n)]).token_ids[0] for n in range(200)}
+        banned = {
+            sample(LOGITS[None], [SampleTask(params, n, banned_ids=(0,))]).token_ids[0] for n in range(200)
+        }
+        assert 0 in free
+        assert 0 not in banned
+
+
+def test_each_row_has_its_own_rules() -> None:
+    """In a batch of every kind of parameters each token is what it would be alone."""
+    kinds = [
+        GREEDY,
+        replace(GREEDY, repetition_penalty=1.5),
+        SamplingParams(seed=1, min_p=0.1),
+        SamplingParams(seed=2, frequency_penalty=1.0, top_k=4),
+        SamplingParams(seed=3, logit_bias=((5, 4.0),), top_p=0.6),
+    ]
+    logits = _random_logits(20)
+    tasks = [SampleTask(kinds[n % 5], n, (1, 2, 3), (n, 4, n), (7,) if n % 2 else ()) for n in range(20)]
+    alone = tuple(sample(logits[n : n + 1], tasks[n : n + 1]).token_ids[0] for n in range(20))
+    before = logits.clone()
+    assert sample(logits, tasks).token_ids == alone
+    assert torch.equal(logits, before)
+
+
+# -- log probabilities
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Of the chosen token and of the best ones, before temperature, penalties and filters; None where nobody asked."""
+    params = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=3, seed=1)
+    tasks = [
+        SampleTask(params, 1, (0,), num_top_logprobs=3),
+        SampleTask(GREEDY, 1),
+        SampleTask(GREEDY, 2, num_top_logprobs=0),
+    ]
+    step = sample(LOGITS.expand(3, -1), tasks)
+    exact = LOGITS.log_softmax(-1)
+    first, none, last = step.logprobs
+    assert none is None
+    assert first is not None
+    assert [token_id for token_id, _ in first.top] == [0, 5, 1]
+    assert [logprob for _, logprob in first.top] == pytest.approx([float(exact[n]) for n in (0, 5, 1)])
+    assert last is not None
+    assert (last.token_id, last.top) == (0, ())
+    assert last.logprob == pytest.approx(float(exact[0]))
+    assert sample(LOGITS[None], [SampleTask(GREEDY, 1)]).logprobs == ()

@@ -41,7 +41,7 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget(chunk: int) -> No
     prefill = [item for output in bench.outputs for item in output.scheduled if item.end <= len(PROMPT)]
     assert [item.start for item in prefill] == list(range(0, len(PROMPT), chunk))
     assert tuple(token_id for item in prefill for token_id in item.token_ids) == PROMPT
-    assert [item.sampling is not None for item in prefill] == [False] * (len(prefill) - 1) + [True]
+    assert [item.sample is not None for item in prefill] == [False] * (len(prefill) - 1) + [True]
     assert bench.tokens(sequence_id) == oracle(spec)[0]
 
 
