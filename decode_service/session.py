@@ -11,7 +11,7 @@ from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
-from paceline.runtime.wire import finish_reason_to_proto, spec_from_proto, ticket_from_proto
+from paceline.runtime.wire import finish_reason_to_proto, logprob_to_proto, spec_from_proto, ticket_from_proto
 from paceline.v1 import decode_pb2
 from paceline.worker.worker import Worker
 
@@ -202,4 +202,5 @@ def _tokens(event: NewTokens) -> decode_pb2.SequenceTokens:
         token_ids=event.token_ids,
         finish_reason=finish_reason_to_proto(event.finish_reason),
         num_preemptions=event.num_preemptions,
+        logprobs=map(logprob_to_proto, event.logprobs),
     )

@@ -38,11 +38,20 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float | None  # 0 is greedy; the server's default is 1
     top_p: float | None
     top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None  # added to the logits of these tokens
     seed: int | None  # the same seed, prompt and options give the same answer
     stop: Sequence[str] | None  # the answer ends before the first of these
     stop_token_ids: Sequence[int] | None
+    min_tokens: int | None  # no end before so many
     ignore_eos: bool | None
     include_stop: bool | None  # show the stop string that ended the answer
+    num_top_logprobs: (
+        int | None
+    )  # log probabilities of each output token and of its best alternatives, 0 to 20
     bypass_cache: bool | None  # neither read nor fill the prefix cache
     client_request_id: str | None  # a label for the server's log
     timeout_s: float | None  # DEFAULT_TIMEOUT_S when absent; None is no deadline
@@ -50,13 +59,14 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop", "length", "eos" or "aborted"."""
+    """A whole answer. `finish_reason` is "stop", "length", "eos" or "aborted"; `logprobs` are there when asked for."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     matched_stop: str | int | None
+    logprobs: tuple[generation_pb2.TokenLogprob, ...]
     usage: inference_pb2.Usage
     timeline: inference_pb2.Timeline
 
@@ -113,14 +123,16 @@ class PacelineClient:
         """The whole answer, once it is complete."""
         text: list[str] = []
         token_ids: list[int] = []
+        logprobs: list[generation_pb2.TokenLogprob] = []
         accepted, finish = inference_pb2.Accepted(), inference_pb2.Finish()
         async for event in self.generate(prompt, **options):
             # An event holds one kind of message; the others are empty and add nothing.
             accepted.MergeFrom(event.accepted)
             text.append(event.delta.text)
             token_ids.extend(event.delta.token_ids)
+            logprobs.extend(event.delta.logprobs)
             finish.MergeFrom(event.finish)
-        return _completion(accepted.request_id, "".join(text), tuple(token_ids), finish)
+        return _completion(accepted.request_id, "".join(text), tuple(token_ids), tuple(logprobs), finish)
 
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout_s: float = 30.0) -> tuple[int, ...]:
         """The token ids that `generate` would use for this prompt."""
@@ -165,6 +177,9 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
         stopping=_stopping(options),
         cache=inference_pb2.CacheOptions(bypass=options.get("bypass_cache")),
     )
+    num_top = options.get("num_top_logprobs")
+    if num_top is not None:
+        request.logprobs.num_top = num_top
     _set_prompt(request, prompt)
     return request
 
@@ -174,13 +189,19 @@ def _sampling(options: GenerateOptions) -> generation_pb2.SamplingParams:
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
         top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
         seed=options.get("seed"),
+        logit_bias=options.get("logit_bias"),
     )
 
 
 def _stopping(options: GenerateOptions) -> generation_pb2.StopConditions:
     return generation_pb2.StopConditions(
         max_tokens=options.get("max_tokens"),
+        min_tokens=options.get("min_tokens"),
         stop=options.get("stop"),
         stop_token_ids=options.get("stop_token_ids"),
         ignore_eos=options.get("ignore_eos"),
@@ -214,7 +235,11 @@ def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
 
 
 def _completion(
-    request_id: str, text: str, token_ids: tuple[int, ...], finish: inference_pb2.Finish
+    request_id: str,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[generation_pb2.TokenLogprob, ...],
+    finish: inference_pb2.Finish,
 ) -> Completion:
     matched = finish.WhichOneof("matched")
     return Completion(
@@ -223,6 +248,7 @@ def _completion(
         token_ids=token_ids,
         finish_reason=generation_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
         matched_stop=getattr(finish, matched) if matched else None,
+        logprobs=logprobs,
         usage=finish.usage,
         timeline=finish.timeline,
     )

@@ -79,7 +79,8 @@ class _Prefill:
                 progress = prefill_pb2.PrefillProgress(computed_tokens=event.num_computed_tokens)
                 return prefill_pb2.PrefillResponse(progress=progress)
             case NewTokens():
-                first = FirstToken(event.token_ids[0], event.finish_reason)
+                logprob = event.logprobs[0] if event.logprobs else None
+                first = FirstToken(event.token_ids[0], event.finish_reason, logprob)
                 self._worker.leases.complete(self._held.lease_id, first)
                 result = prefill_pb2.PrefillResult(first_token=first_token_to_proto(first))
                 return prefill_pb2.PrefillResponse(result=result)

@@ -29,11 +29,18 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = TextDecoder(tokenizer.token_bytes)
         self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._matched_stop: str | None = None
+        # Tokens whose text cannot end the output yet, so that no stop string is looked for in it.
+        self._num_free_tokens = max(0, min_tokens - 1)
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
         """Takes the next tokens. After a stop string, tokens are overshoot: they count nothing and show nothing."""
@@ -42,10 +49,17 @@ class Detokenizer:
         for token_id in token_ids:
             if self._matched_stop is not None:
                 break
-            text, self._matched_stop = self._matcher.push(self._decoder.push(token_id))
-            shown.append(text)
+            shown.append(self._take(token_id))
             num_tokens += 1
         return TextDelta("".join(shown), self._matched_stop, num_tokens)
+
+    def _take(self, token_id: int) -> str:
+        text = self._decoder.push(token_id)
+        if self._num_free_tokens > 0:
+            self._num_free_tokens -= 1
+            return text
+        text, self._matched_stop = self._matcher.push(text)
+        return text
 
     def flush(self) -> str:
         """The end of the text, once no token comes any more: what could have become a character or a stop string."""

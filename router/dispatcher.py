@@ -14,14 +14,19 @@ import grpc
 from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
-from paceline.core.request import FinishReason, SequenceId, SequenceSpec
+from paceline.core.request import FinishReason, SequenceId, SequenceSpec, TokenLogprob
 from paceline.core.ticket import KvTicket
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
-from paceline.runtime.wire import finish_reason_from_proto, spec_to_proto, ticket_from_proto
-from paceline.v1 import generation_pb2, inference_pb2, kv_transfer_pb2, prefill_pb2
+from paceline.runtime.wire import (
+    finish_reason_from_proto,
+    logprob_from_proto,
+    spec_to_proto,
+    ticket_from_proto,
+)
+from paceline.v1 import decode_pb2, engine_pb2, inference_pb2, kv_transfer_pb2, prefill_pb2
 from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
@@ -68,6 +73,8 @@ class Tokens:
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    # One a token when they were asked for, else none.
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 DispatchEvent = Placed | PromptProgress | PromptComputed | Tokens
@@ -193,9 +200,7 @@ class Dispatcher:
                         case "result":
                             yield PromptComputed(num_cached, worker.key.worker_id)
                             first = response.result.first_token
-                            yield self._accept(
-                                job, len(spec.output_ids), (first.token_id,), first.finish_reason
-                            )
+                            yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
                             if first.finish_reason:
                                 return
             if handle is None:
@@ -245,16 +250,18 @@ class Dispatcher:
                 case "tokens":
                     job.timeline.num_preemptions = event.tokens.num_preemptions
                     tokens = event.tokens
-                    yield self._accept(job, tokens.first_index, tuple(tokens.token_ids), tokens.finish_reason)
+                    yield self._accept(job, tokens)
                     if tokens.finish_reason:
                         return
 
-    def _accept(
-        self, job: Job, first_index: int, token_ids: tuple[int, ...], reason: generation_pb2.FinishReason
-    ) -> Tokens:
-        fresh = job.accept(first_index, token_ids)
+    def _accept(self, job: Job, message: decode_pb2.SequenceTokens) -> Tokens:
+        fresh = job.accept(message.first_index, tuple(message.token_ids))
         job.timeline.note_tokens()
-        return Tokens(fresh, finish_reason_from_proto(reason))
+        # One a token or none; what was seen has been dropped from the front of both.
+        logprobs = message.logprobs[len(message.logprobs) - len(fresh) :] if message.logprobs else ()
+        return Tokens(
+            fresh, finish_reason_from_proto(message.finish_reason), tuple(map(logprob_from_proto, logprobs))
+        )
 
     # -- choosing workers
 
@@ -310,3 +317,13 @@ class Dispatcher:
         # If this fails, the lease's own clock ends it.
         with suppress(grpc.aio.AioRpcError):
             await stub.ReleaseLeases(request, timeout=_RELEASE_TIMEOUT_S)
+
+
+def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.SequenceTokens:
+    """A prefill's token in the form in which decode sends those that follow it."""
+    return decode_pb2.SequenceTokens(
+        first_index=index,
+        token_ids=[first.token_id],
+        finish_reason=first.finish_reason,
+        logprobs=[first.logprob] if first.HasField("logprob") else [],
+    )

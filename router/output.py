@@ -1,7 +1,9 @@
 """What the client of one request is told: the dispatcher's events as responses, with text in place of tokens."""
 
+from dataclasses import replace
+
 from paceline.core.request import FinishReason, StopConditions
-from paceline.runtime.wire import finish_reason_to_proto
+from paceline.runtime.wire import finish_reason_to_proto, logprob_to_proto
 from paceline.v1 import inference_pb2
 from router.detokenizer import Detokenizer
 from router.dispatcher import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
@@ -24,7 +26,9 @@ class OutputStream:
         num_prompt_tokens: int,
         queue_position: int,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, stopping.stop, include_stop=stopping.include_stop)
+        self._detokenizer = Detokenizer(
+            tokenizer, stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens
+        )
         self._stopping = stopping
         self._timeline = timeline
         self._request_id = request_id
@@ -79,26 +83,33 @@ class OutputStream:
         shown = event.token_ids[:-1] if ends_hidden else event.token_ids
         delta = self._detokenizer.push(shown)
         if delta.matched_stop is not None:
-            token_ids = event.token_ids[: delta.num_tokens]
+            counted = replace(
+                event,
+                token_ids=event.token_ids[: delta.num_tokens],
+                logprobs=event.logprobs[: delta.num_tokens],
+            )
             return [
-                *self._delta(delta.text, token_ids),
+                *self._delta(delta.text, counted),
                 self._finish(FinishReason.STOP, stop=delta.matched_stop),
             ]
         if event.finish_reason is None:
-            return self._delta(delta.text, event.token_ids)
+            return self._delta(delta.text, event)
         # Without a token, a repeated message brings an end whose token was seen before.
         is_stop = event.finish_reason is FinishReason.STOP and event.token_ids
         stop_token_id = event.token_ids[-1] if is_stop else None
         return [
-            *self._delta(delta.text + self._detokenizer.flush(), event.token_ids),
+            *self._delta(delta.text + self._detokenizer.flush(), event),
             self._finish(event.finish_reason, stop_token_id=stop_token_id),
         ]
 
-    def _delta(self, text: str, token_ids: tuple[int, ...]) -> list[_Response]:
-        if not text and not token_ids:
+    def _delta(self, text: str, event: Tokens) -> list[_Response]:
+        if not text and not event.token_ids:
             return []
-        self.num_output_tokens += len(token_ids)
-        return [self._response(delta=inference_pb2.Delta(text=text, token_ids=token_ids))]
+        self.num_output_tokens += len(event.token_ids)
+        logprobs = map(logprob_to_proto, event.logprobs)
+        return [
+            self._response(delta=inference_pb2.Delta(text=text, token_ids=event.token_ids, logprobs=logprobs))
+        ]
 
     def _finish(
         self, reason: FinishReason, *, stop: str | None = None, stop_token_id: int | None = None

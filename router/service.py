@@ -16,7 +16,7 @@ from paceline.core.errors import (
     PacelineError,
     PromptTooLongError,
 )
-from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec
+from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec, StopConditions
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.grpc_status import abort_with, as_paceline_error
 from paceline.runtime.log import get_logger
@@ -176,22 +176,26 @@ class InferenceServicer:
         if num_prompt > limits.max_prompt_tokens:
             raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
         num_left = limits.max_model_tokens - num_prompt
-        max_tokens = request.stopping.max_tokens
-        if max_tokens is not None and max_tokens > num_left:
-            raise BadStopError(
-                "stopping.max_tokens",
-                f"is {max_tokens}; after this prompt of {num_prompt} tokens {num_left} fit",
-            )
         spec = SequenceSpec(
             sequence_id=SequenceId(request_id, 0),
             prompt_ids=prompt_ids,
             sampling=request.sampling,
-            max_tokens=max_tokens or min(self._config.default_max_tokens, num_left),
+            max_tokens=self._max_tokens(request.stopping, num_prompt, num_left),
+            min_tokens=request.stopping.min_tokens,
             stop_token_ids=request.stopping.stop_token_ids,
             ignore_eos=request.stopping.ignore_eos,
+            num_top_logprobs=request.num_top_logprobs,
             bypass_cache=request.bypass_cache,
         )
         return Job(spec, None, timeline)
+
+    def _max_tokens(self, stopping: StopConditions, num_prompt: int, num_left: int) -> int:
+        """What was asked for, or the default; raises BadStopError when that does not fit behind the prompt."""
+        for field, number in (("max_tokens", stopping.max_tokens or 0), ("min_tokens", stopping.min_tokens)):
+            if number > num_left:
+                problem = f"is {number}; after this prompt of {num_prompt} tokens {num_left} fit"
+                raise BadStopError(f"stopping.{field}", problem)
+        return stopping.max_tokens or min(max(self._config.default_max_tokens, stopping.min_tokens), num_left)
 
     def _require_served(self) -> ServedModel:
         served = self._registry.served
@@ -203,6 +207,7 @@ class InferenceServicer:
         return RequestLimits(
             max_model_tokens=served.max_model_tokens,
             max_output_tokens=served.max_model_tokens - 1,
+            vocab_size=served.vocab_size,
             max_prompt_bytes=self._config.max_prompt_bytes,
         )
 

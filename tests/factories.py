@@ -53,6 +53,8 @@ def make_spec(
     sampling: SamplingParams = GREEDY,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
+    min_tokens: int = 0,
+    num_top_logprobs: int | None = None,
     bypass_cache: bool = False,
     cache_scope: str = "",
     time_budget_s: float | None = None,
@@ -66,6 +68,8 @@ def make_spec(
         output_ids=output_ids,
         stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        num_top_logprobs=num_top_logprobs,
         bypass_cache=bypass_cache,
         cache_scope=cache_scope,
         time_budget_s=time_budget_s,
@@ -73,7 +77,7 @@ def make_spec(
 
 
 def make_limits(
-    *, max_model_tokens: int = 100, max_prompt_bytes: int = 1000, max_n: int = 1
+    *, max_model_tokens: int = 100, max_prompt_bytes: int = 1000, max_n: int = 1, vocab_size: int = 50
 ) -> RequestLimits:
     """Limits of a small model."""
     return RequestLimits(
@@ -81,6 +85,7 @@ def make_limits(
         max_output_tokens=max_model_tokens - 1,
         max_prompt_bytes=max_prompt_bytes,
         max_n=max_n,
+        vocab_size=vocab_size,
     )
 
 

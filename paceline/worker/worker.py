@@ -54,7 +54,8 @@ class Worker:
             raise InvariantError(
                 f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}"
             )
-        if max(spec.known_ids) >= self.loaded.vocab_size:
+        biased_ids = (token_id for token_id, _ in spec.sampling.logit_bias)
+        if max((*spec.known_ids, *biased_ids)) >= self.loaded.vocab_size:
             raise InvariantError("a token id is outside of the model's vocabulary")
 
     @property

@@ -26,9 +26,11 @@ def test_readme_lists_exactly_what_is_refused_as_not_built() -> None:
 def test_a_list_that_is_not_whole_is_caught() -> None:
     """A README that forgets a field, or names one that is built, differs."""
     readme = read("README.md")
-    without = Document(readme.path, readme.text.replace("- `logprobs`\n", ""))
-    with_more = Document(readme.path, readme.text.replace("- `logprobs`", "- `logprobs`, `sampling.top_k`"))
-    assert _fields_in_readme(readme) - _fields_in_readme(without) == {"logprobs"}
+    without = Document(readme.path, readme.text.replace("- `logprobs.prompt`\n", ""))
+    with_more = Document(
+        readme.path, readme.text.replace("- `logprobs.prompt`", "- `logprobs.prompt`, `sampling.top_k`")
+    )
+    assert _fields_in_readme(readme) - _fields_in_readme(without) == {"logprobs.prompt"}
     assert _fields_in_readme(with_more) - _fields_in_readme(readme) == {"sampling.top_k"}
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Completion, GenerateOptions
+from paceline.core.request import SamplingParams
+from paceline.engine.fake import fake_next_token
 from tests.cluster.support import Cluster, events_of, fake_tokens, random_prompts, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
 
@@ -145,3 +147,34 @@ async def test_several_workers_share_the_work(tmp_path: Path, tiny_tokenizer_dir
         assert answer.token_ids == fake_tokens(prompt, 64, VOCAB_SIZE, EOS_ID)
     assert {answer.prefill_worker for answer in answers} == {"prefill-0", "prefill-1"}
     assert {answer.decode_worker for answer in answers} == {"decode-0", "decode-1"}
+
+
+async def test_sampling_options_reach_the_sampler(idle_fake_cluster: Cluster) -> None:
+    """Over the whole way every option counts: the fake model's tokens depend on each, and are the oracle's."""
+    bias = {3: 1.0, 1: -2.0}
+    answer = await idle_fake_cluster.client.generate_text(
+        (70, 71, 72),
+        max_tokens=12,
+        min_tokens=12,
+        temperature=0,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias=bias,
+        num_top_logprobs=1,
+    )
+    params = SamplingParams(
+        temperature=0,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias=tuple(sorted(bias.items())),
+    )
+    expected: list[int] = []
+    while len(expected) < 12:
+        expected.append(fake_next_token((70, 71, 72, *expected), params, VOCAB_SIZE, (EOS_ID,)))
+    assert list(answer.token_ids) == expected
+    assert [logprob.token_id for logprob in answer.logprobs] == expected
+    assert all([top.token_id for top in logprob.top] == [logprob.token_id] for logprob in answer.logprobs)

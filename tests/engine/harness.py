@@ -29,7 +29,9 @@ def oracle(
     """All output tokens of a sequence and how it ends, computed one after the other without any engine."""
     output = list(spec.output_ids)
     while True:
-        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size)
+        ends = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos))
+        banned = ends if len(output) < spec.min_tokens else ()
+        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size, banned)
         output.append(token_id)
         if token_id in spec.stop_token_ids:
             return output, FinishReason.STOP

@@ -214,7 +214,7 @@ def test_random_histories_give_the_oracle_s_tokens(seed: int) -> None:
 def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens() -> None:
     """Blocks collide all the time, are counted, and give nobody another's tokens."""
     num_collisions = num_hits = 0
-    for seed in range(20):
+    for seed in range(30):
         history = History(seed, _hash_of_8_bits)
         history.run(120)
         num_collisions += history.bench.pool.stats().num_collisions
@@ -226,7 +226,7 @@ def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens() -> No
 def test_random_histories_take_every_way() -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
     preempted = hits = evicted = late = 0
-    for seed in range(20):
+    for seed in range(30):
         history = History(seed)
         history.run(120)
         stats = history.bench.pool.stats()

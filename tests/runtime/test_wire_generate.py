@@ -39,6 +39,16 @@ def _stopping(**fields: object) -> inference_pb2.GenerateRequest:
     return Generate(text="hello", stopping=Stopping(**fields))  # type: ignore[arg-type] # each has its field's type
 
 
+def _logprobs(**fields: int) -> inference_pb2.GenerateRequest:
+    options = generation_pb2.LogprobOptions(**fields)  # type: ignore[arg-type] # each has its field's type
+    return Generate(text="hello", logprobs=options)
+
+
+def _bias(**bias: float) -> inference_pb2.GenerateRequest:
+    """Keys are token ids with a letter before them."""
+    return Generate(text="hello", sampling=Sampling(logit_bias={int(key[1:]): bias[key] for key in bias}))
+
+
 def _chat(*messages: inference_pb2.ChatMessage) -> inference_pb2.GenerateRequest:
     return Generate(chat=inference_pb2.Chat(messages=messages))
 
@@ -66,7 +76,7 @@ def test_everything_that_is_built_is_taken_over() -> None:
     message = Generate(
         client_request_id="mine",
         token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
-        sampling=Sampling(temperature=0.5, top_p=0.25, top_k=7, seed=11),
+        sampling=Sampling(temperature=0.5, top_p=0.25, top_k=7, seed=11, logit_bias={9: 1.0, 4: -1.0}),
         stopping=Stopping(
             max_tokens=9, stop=["a", "b"], stop_token_ids=[4, 5], ignore_eos=True, include_stop=True
         ),
@@ -78,6 +88,7 @@ def test_everything_that_is_built_is_taken_over() -> None:
     assert request.prompt == (1, 2, 3)
     assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.25)
     assert (request.sampling.top_k, request.sampling.seed) == (7, 11)
+    assert request.sampling.logit_bias == ((4, -1.0), (9, 1.0))
     assert request.stopping.max_tokens == 9
     assert (request.stopping.stop, request.stopping.stop_token_ids) == (("a", "b"), (4, 5))
     assert (request.stopping.ignore_eos, request.stopping.include_stop) == (True, True)
@@ -113,7 +124,12 @@ def test_a_missing_seed_is_minted_and_a_given_one_kept() -> None:
         _sampling(min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0),
         _stopping(max_tokens=1),
         _stopping(max_tokens=99),
-        _stopping(min_tokens=0),
+        _stopping(min_tokens=99),
+        _stopping(min_tokens=2, max_tokens=2),
+        _sampling(min_p=1, repetition_penalty=10, presence_penalty=-2, frequency_penalty=2),
+        _bias(t0=-100.0, t49=100.0),
+        _logprobs(num_top=20),
+        _logprobs(),
         _stopping(stop=["x" * 256] * 16, stop_token_ids=range(16)),
         _ids(*range(99)),
         Generate(text="é" * 500),
@@ -147,6 +163,20 @@ def test_the_last_allowed_value_is_allowed(message: inference_pb2.GenerateReques
         (_sampling(top_p=-0.5), BadSamplingError, "sampling.top_p"),
         (_sampling(top_p=1.5), BadSamplingError, "sampling.top_p"),
         (_sampling(top_p=math.nan), BadSamplingError, "sampling.top_p"),
+        (_sampling(min_p=-0.1), BadSamplingError, "sampling.min_p"),
+        (_sampling(min_p=1.1), BadSamplingError, "sampling.min_p"),
+        (_sampling(repetition_penalty=0), BadSamplingError, "sampling.repetition_penalty"),
+        (_sampling(repetition_penalty=math.nan), BadSamplingError, "sampling.repetition_penalty"),
+        (_sampling(repetition_penalty=11), BadSamplingError, "sampling.repetition_penalty"),
+        (_sampling(presence_penalty=2.1), BadSamplingError, "sampling.presence_penalty"),
+        (_sampling(frequency_penalty=-2.1), BadSamplingError, "sampling.frequency_penalty"),
+        (_sampling(frequency_penalty=math.nan), BadSamplingError, "sampling.frequency_penalty"),
+        (_bias(t50=1.0), BadSamplingError, "sampling.logit_bias"),
+        (_bias(t1=101.0), BadSamplingError, "sampling.logit_bias"),
+        (_bias(t1=math.nan), BadSamplingError, "sampling.logit_bias"),
+        (_logprobs(num_top=21), BadSamplingError, "logprobs.num_top"),
+        (_stopping(min_tokens=100), BadStopError, "stopping.min_tokens"),
+        (_stopping(min_tokens=3, max_tokens=2), BadStopError, "stopping.min_tokens"),
         (Generate(text="hello", n=0), BadSamplingError, "n"),
         (_stopping(max_tokens=0), BadStopError, "stopping.max_tokens"),
         (_stopping(max_tokens=100), BadStopError, "stopping.max_tokens"),
@@ -215,20 +245,12 @@ def test_a_refusal_never_shows_the_prompt() -> None:
 
 # A value other than the default for every field that is not built yet, and how the refusal names it.
 UNBUILT = {
-    "GenerateRequest.logprobs": (Generate(logprobs=generation_pb2.LogprobOptions()), "logprobs"),
     "GenerateRequest.priority": (Generate(priority=inference_pb2.PRIORITY_BATCH), "priority"),
     "GenerateRequest.n": (Generate(n=2), "n"),
-    "SamplingParams.min_p": (_sampling(min_p=0.1), "sampling.min_p"),
-    "SamplingParams.repetition_penalty": (_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
-    "SamplingParams.presence_penalty": (_sampling(presence_penalty=0.1), "sampling.presence_penalty"),
-    "SamplingParams.frequency_penalty": (_sampling(frequency_penalty=-0.1), "sampling.frequency_penalty"),
-    "SamplingParams.logit_bias": (
-        Generate(sampling=Sampling(logit_bias={1: 0.0})),
-        "sampling.logit_bias",
+    "LogprobOptions.prompt": (
+        Generate(logprobs=generation_pb2.LogprobOptions(prompt=True)),
+        "logprobs.prompt",
     ),
-    "StopConditions.min_tokens": (_stopping(min_tokens=1), "stopping.min_tokens"),
-    "LogprobOptions.num_top": (Generate(logprobs=generation_pb2.LogprobOptions(num_top=0)), "logprobs"),
-    "LogprobOptions.prompt": (Generate(logprobs=generation_pb2.LogprobOptions(prompt=False)), "logprobs"),
     "CacheOptions.public_prefix": (
         Generate(cache=inference_pb2.CacheOptions(public_prefix="")),
         "cache.public_prefix",
@@ -247,19 +269,26 @@ BUILT = {
     "SamplingParams.temperature": (_sampling(), _sampling(temperature=0.5)),
     "SamplingParams.top_p": (_sampling(), _sampling(top_p=0.5)),
     "SamplingParams.top_k": (_sampling(), _sampling(top_k=1)),
+    "SamplingParams.min_p": (_sampling(), _sampling(min_p=0.1)),
+    "SamplingParams.repetition_penalty": (_sampling(), _sampling(repetition_penalty=1.1)),
+    "SamplingParams.presence_penalty": (_sampling(), _sampling(presence_penalty=0.1)),
+    "SamplingParams.frequency_penalty": (_sampling(), _sampling(frequency_penalty=-0.1)),
+    "SamplingParams.logit_bias": (_sampling(), _bias(t1=0.5)),
     "SamplingParams.seed": (_sampling(seed=1), _sampling(seed=2)),
     "StopConditions.max_tokens": (_stopping(), _stopping(max_tokens=1)),
+    "StopConditions.min_tokens": (_stopping(), _stopping(min_tokens=1)),
     "StopConditions.stop": (_stopping(), _stopping(stop=["x"])),
     "StopConditions.stop_token_ids": (_stopping(), _stopping(stop_token_ids=[1])),
     "StopConditions.ignore_eos": (_stopping(), _stopping(ignore_eos=True)),
     "StopConditions.include_stop": (_stopping(), _stopping(include_stop=True)),
+    "LogprobOptions.num_top": (_logprobs(), _logprobs(num_top=1)),
     "CacheOptions.bypass": (
         Generate(text="x"),
         Generate(text="x", cache=inference_pb2.CacheOptions(bypass=True)),
     ),
 }
 # What only holds others: their fields are looked at one by one.
-CONTAINERS = {"GenerateRequest.sampling", "GenerateRequest.stopping", "GenerateRequest.cache"}
+CONTAINERS = {f"GenerateRequest.{name}" for name in ("sampling", "stopping", "logprobs", "cache")}
 
 
 def _all_fields(message: type[Message]) -> set[str]:

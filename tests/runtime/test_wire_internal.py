@@ -20,6 +20,7 @@ from paceline.core.request import (
     SamplingParams,
     SequenceId,
     SequenceSpec,
+    TokenLogprob,
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
@@ -30,6 +31,7 @@ from paceline.runtime.wire import (
     finish_reason_to_proto,
     first_token_from_proto,
     first_token_to_proto,
+    logprob_to_proto,
     spec_from_proto,
     spec_to_proto,
     ticket_from_proto,
@@ -58,7 +60,20 @@ Specs = st.builds(
     SequenceSpec,
     sequence_id=st.builds(SequenceId, Text.map(RequestId), Uint32),
     prompt_ids=st.lists(Uint32, min_size=1, max_size=4).map(tuple),
-    sampling=st.builds(SamplingParams, Float32, Float32, Uint32, Uint64),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=Float32,
+        top_p=Float32,
+        top_k=Uint32,
+        min_p=Float32,
+        repetition_penalty=Float32,
+        presence_penalty=Float32,
+        frequency_penalty=Float32,
+        seed=Uint64,
+        logit_bias=st.dictionaries(Uint32, Float32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
+    ),
+    min_tokens=Uint32,
+    num_top_logprobs=st.none() | st.integers(0, 20),
     max_tokens=st.integers(5, 2**32 - 1),
     output_ids=Ids,
     stop_token_ids=Ids,
@@ -93,10 +108,17 @@ def test_a_sequence_survives_the_wire(spec: SequenceSpec) -> None:
     assert spec_from_proto(_sent(context), _sent(sequence)) == spec
 
 
-@given(token_id=Uint32, reason=st.none() | st.sampled_from(FinishReason))
-def test_a_first_token_survives_the_wire(token_id: int, reason: FinishReason | None) -> None:
-    """With its stop state, which decides whether decode goes on."""
-    first = FirstToken(token_id, reason)
+Logprobs = st.builds(
+    TokenLogprob, Uint32, Float32, st.lists(st.tuples(Uint32, Float32), max_size=3).map(tuple)
+)
+
+
+@given(token_id=Uint32, reason=st.none() | st.sampled_from(FinishReason), logprob=st.none() | Logprobs)
+def test_a_first_token_survives_the_wire(
+    token_id: int, reason: FinishReason | None, logprob: TokenLogprob | None
+) -> None:
+    """With its stop state, which decides whether decode goes on, and its log probability."""
+    first = FirstToken(token_id, reason, logprob)
     assert first_token_from_proto(_sent(first_token_to_proto(first))) == first
 
 
@@ -108,14 +130,19 @@ def test_every_finish_reason_has_a_number_and_every_number_a_reason() -> None:
         assert finish_reason_from_proto(finish_reason_to_proto(reason)) is reason
 
 
+LOGPROB = TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5)))
+FIRST = FirstToken(7, FinishReason.EOS, LOGPROB)
+
+
 @pytest.mark.parametrize(
     ("message", "value"),
     [
+        (logprob_to_proto(LOGPROB), LOGPROB),
         (fingerprint_to_proto(FINGERPRINT), FINGERPRINT),
         (ticket_to_proto(make_ticket()), make_ticket()),
-        (first_token_to_proto(FirstToken(7, FinishReason.EOS)), FirstToken(7, FinishReason.EOS)),
+        (first_token_to_proto(FIRST), FIRST),
     ],
-    ids=["fingerprint", "ticket", "first-token"],
+    ids=["logprob", "fingerprint", "ticket", "first-token"],
 )
 def test_message_and_value_have_the_same_fields(message: Message, value: Any) -> None:
     """A field that is added to one of them and not to the other is noticed."""
@@ -125,13 +152,15 @@ def test_message_and_value_have_the_same_fields(message: Message, value: Any) ->
 
 def test_context_and_sequence_carry_every_field_of_a_spec() -> None:
     """None is left at its default when all are set, and no sampling field that is built is left out."""
-    sampling = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, seed=9)
+    sampling = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, seed=9, logit_bias=((1, 2.0),))
     spec = make_spec(
         attempt=1,
         output_ids=(1,),
         sampling=sampling,
         stop_token_ids=(2,),
         ignore_eos=True,
+        min_tokens=1,
+        num_top_logprobs=0,
         bypass_cache=True,
         cache_scope="tenant",
         time_budget_s=5.0,
