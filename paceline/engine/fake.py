@@ -8,7 +8,6 @@ import hashlib
 import struct
 import time
 from collections.abc import Collection
-from dataclasses import replace
 
 import xxhash
 
@@ -92,12 +91,20 @@ def fake_next_token(
 def _digest_token(
     context: bytes, params: SamplingParams, vocab_size: int, banned_ids: Collection[int]
 ) -> int:
-    # Every parameter counts, so that one which gets lost on the way changes the tokens.
-    salt = repr(params if params.temperature > 0 else replace(params, seed=0)).encode()
-    token_id = int.from_bytes(hashlib.blake2b(context + salt, digest_size=8).digest(), "little") % vocab_size
+    digest = hashlib.blake2b(context + _params_bytes(params), digest_size=8).digest()
+    token_id = int.from_bytes(digest, "little") % vocab_size
     while token_id in banned_ids:
         token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def _params_bytes(params: SamplingParams) -> bytes:
+    """Every parameter counts, so that one which gets lost on the way changes the tokens; greedy has no seed."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    numbers = (params.temperature, params.top_p, params.min_p, *penalties)
+    seed = params.seed if params.temperature > 0 else 0
+    bias = b"".join(struct.pack("<Id", *entry) for entry in params.logit_bias)
+    return struct.pack("<6dIQ", *numbers, params.top_k, seed) + bias
 
 
 def _certain(token_id: int, task: SampleTask) -> TokenLogprob | None:

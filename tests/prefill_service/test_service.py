@@ -173,7 +173,9 @@ async def test_a_deadline_in_the_middle_gives_everything_back(
     await require_empty(worker)
 
 
-async def test_a_failed_engine_fails_the_call_and_is_told(tiny_tokenizer_dir: Path, channels: Channels) -> None:
+async def test_a_failed_engine_fails_the_call_and_is_told(
+    tiny_tokenizer_dir: Path, channels: Channels
+) -> None:
     """INVARIANT for the caller, and the process hears that it cannot go on."""
     broken = BrokenRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
     async with serving_worker(tiny_tokenizer_dir, "prefill-0", PREFILL, runner=broken) as worker:
@@ -188,4 +190,3 @@ async def test_a_sequence_of_another_attempt_is_another_sequence(worker: Worker,
     leases = {r[0].started.ticket.lease_id for r in responses}
     assert len(leases) == 2
     assert responses[0][-1].result == responses[1][-1].result
-
