@@ -98,7 +98,8 @@ class ManagedProcess:
         how = (
             f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         )
-        return f"{how}: {self._last_words()}"
+        last_words = self._last_words()
+        return f"{how}: {last_words}" if last_words else how
 
     def _last_words(self) -> str:
         with self._log.open("rb") as log:
@@ -107,4 +108,6 @@ class ManagedProcess:
                 line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()
             ]
         errors = [line for line in lines if "error" in line.lower()]
-        return (errors or lines or ["its log is empty"])[-1]
+        # A log of events says nothing about an end; whatever else it said last may be a reason.
+        others = [line for line in lines if not line.startswith("{")]
+        return (errors or others or [""])[-1]
