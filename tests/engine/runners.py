@@ -13,6 +13,7 @@ class GatedRunner:
     def __init__(self, runner: FakeModelRunner) -> None:
         self._runner = runner
         self.memory = self._runner.memory
+        self.num_steps = 0
         self._is_open = True
         self._permits = threading.Semaphore(0)
         self._arrived = threading.Event()
@@ -22,6 +23,7 @@ class GatedRunner:
         self._arrived.set()
         if not self._is_open:
             assert self._permits.acquire(timeout=30)
+        self.num_steps += 1
         return self._runner.execute(output)
 
     def close(self) -> None:

@@ -115,6 +115,7 @@ async def test_one_sink_for_many_hears_of_a_step_at_once() -> None:
     runner, calls, done = GatedRunner(_fake_runner()), list[list[Event]](), asyncio.Event()
 
     def sink(events: Sequence[Event]) -> None:
+        """Keeps each call."""
         calls.append(list(events))
         if all(isinstance(event, NewTokens) and event.finish_reason for event in events):
             done.set()
@@ -138,6 +139,7 @@ async def test_a_sink_that_raises_harms_no_other() -> None:
     heard: list[Event] = []
 
     def broken(events: Sequence[Event]) -> None:
+        """Cannot bear the news."""
         raise ValueError("a bug in a sink")
 
     async with _running(_engine(_fake_runner())) as engine:
@@ -253,6 +255,7 @@ async def test_a_failure_reaches_the_rest_past_a_sink_that_raises() -> None:
     failed = asyncio.Event()
 
     def broken(events: Sequence[Event]) -> None:
+        """Cannot bear the news."""
         raise ValueError("a bug in a sink")
 
     runner = BrokenRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)

@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.chunks import LeaseState
 from paceline.core.errors import PacelineError
-from paceline.core.request import FinishReason, FirstToken, SequenceSpec
+from paceline.core.request import FinishReason, FirstToken, LeaseId, SequenceSpec
 from paceline.engine.fake import FakeModelRunner
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
@@ -19,7 +19,15 @@ from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from paceline.worker.worker import Worker
 from tests.engine.runners import BrokenRunner, GatedRunner
 from tests.factories import BLOCK_SIZE, make_spec
-from tests.worker.bench import NUM_BLOCKS, PREFILL, VOCAB_SIZE, output_of, require_empty, serving_worker
+from tests.worker.bench import (
+    NUM_BLOCKS,
+    PREFILL,
+    VOCAB_SIZE,
+    output_of,
+    require_empty,
+    serving_worker,
+    until,
+)
 
 SPEC = make_spec(prompt_ids=tuple(range(20, 38)))  # 4 full blocks and a half
 Call = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
@@ -58,6 +66,11 @@ async def _all(call: "Call") -> list[prefill_pb2.PrefillResponse]:
         return [response async for response in call]
 
 
+def _release(worker: Worker, responses: list[prefill_pb2.PrefillResponse]) -> list[LeaseState]:
+    """What a receiver does when it has the blocks."""
+    return worker.leases.release([LeaseId(responses[0].started.ticket.lease_id)])
+
+
 async def _refusal(channels: Channels, worker: Worker, spec: SequenceSpec) -> PacelineError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _all(_prefill(channels, worker, spec))
@@ -83,12 +96,12 @@ async def test_blocks_are_held_until_the_lease_is_released(worker: Worker, chann
     """The call is over and the receiver has its time; with the release everything is free, but still cached."""
     responses = await _all(_prefill(channels, worker, SPEC))
     assert worker.leases.stats().num_active == 1
-    assert worker.leases.release([responses[0].started.ticket.lease_id]) == [LeaseState.VALID]
+    assert _release(worker, responses) == [LeaseState.VALID]
     await require_empty(worker)
     again = await _all(_prefill(channels, worker, make_spec("again", SPEC.prompt_ids)))
     assert again[0].started.cached_tokens == 16
     assert again[-1].result == responses[-1].result
-    worker.leases.release([again[0].started.ticket.lease_id])
+    _release(worker, again)
     await require_empty(worker)
 
 
@@ -118,9 +131,7 @@ async def test_a_router_that_leaves_early_gives_everything_back(
     await runner.until_arrived()
     call.cancel()
     runner.open()
-    async with asyncio.timeout(20):
-        while not worker.is_idle:  # noqa: ASYNC110 - the worker has no event for it
-            await asyncio.sleep(0)
+    await until(lambda: worker.is_idle)
     await require_empty(worker)
     assert (await _all(_prefill(channels, worker, make_spec("next"))))[-1].result.first_token.token_id
 
@@ -138,7 +149,7 @@ async def test_a_repeated_call_does_not_harm_the_first(
     assert responses[-1].result.first_token.token_id == output_of(SPEC)[0]
     assert worker.leases.stats().num_active == 1
     assert (await _refusal(channels, worker, SPEC)).reason == "INVARIANT"
-    assert worker.leases.release([responses[0].started.ticket.lease_id]) == [LeaseState.VALID]
+    assert _release(worker, responses) == [LeaseState.VALID]
     await require_empty(worker)
 
 

@@ -354,6 +354,7 @@ def prefill_that(
     async def script(
         worker: ScriptedWorker, spec: SequenceSpec
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        """The steps, and then the end."""
         for step in steps:
             yield step(worker, spec)
         if then is not None:
@@ -373,6 +374,7 @@ def decode_that(
     async def script(
         worker: ScriptedWorker, spec: SequenceSpec, has_ticket: bool
     ) -> AsyncGenerator[decode_pb2.SequenceEvent, None]:
+        """The tokens, the events, and then the end."""
         if num_tokens:
             async for event in decode_until(spec, has_ticket, num_tokens):
                 yield event

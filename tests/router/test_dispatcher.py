@@ -200,6 +200,7 @@ async def test_a_prefill_that_ends_early_without_a_word_is_lost() -> None:
     """A stream that closes as if all were well, but with no result, is no result."""
 
     async def nothing(worker: ScriptedWorker, spec: SequenceSpec) -> AsyncGenerator[PrefillResponse, None]:
+        """Ends at once."""
         for step in list[Callable[[], PrefillResponse]]():
             yield step()
 
@@ -318,6 +319,7 @@ async def test_a_decode_worker_that_is_lost_during_the_prefill_is_noticed() -> N
         gate = asyncio.Event()
 
         async def slow(worker: ScriptedWorker, spec: SequenceSpec) -> AsyncGenerator[PrefillResponse, None]:
+            """Has no ticket before the gate opens."""
             await gate.wait()
             yield started(worker, spec)
             yield result(spec)

@@ -116,6 +116,7 @@ def test_a_signal_asks_the_service_to_stop(number: signal.Signals) -> None:
     """It sets the event; a service that returns ends with status 0."""
 
     async def main(stop: asyncio.Event) -> None:
+        """Signals itself."""
         assert not stop.is_set()
         os.kill(os.getpid(), number)
         await stop.wait()
@@ -127,9 +128,11 @@ def test_an_error_of_ours_ends_the_process_with_one_line(capsys: pytest.CaptureF
     """Status 1 and the message, no traceback; another exception is a bug and is not hidden."""
 
     async def refuse(stop: asyncio.Event) -> None:
+        """Cannot start."""
         raise ConfigError("--model is missing")
 
     async def crash(stop: asyncio.Event) -> None:
+        """Has a bug."""
         raise ValueError("a bug")
 
     assert run_service(refuse) == 1

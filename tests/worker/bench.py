@@ -1,6 +1,7 @@
 """Whole workers in this process, with the fake runner, served over gRPC."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from paceline.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
-from paceline.worker.events import EventQueue
 from paceline.worker.config import WorkerConfig
+from paceline.worker.events import EventQueue
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -74,6 +75,13 @@ async def serving_worker(
         await server.start()
         yield worker
         await server.stop(None)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until something holds for which nobody has an event."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - this is the place for it
+            await asyncio.sleep(0)
 
 
 async def require_empty(worker: Worker) -> None:
