@@ -103,6 +103,17 @@ def test_a_released_block_stays_cached_until_its_memory_is_needed() -> None:
     assert pool.stats().num_evictions == 1
 
 
+def test_a_block_that_carries_nothing_is_reused_first() -> None:
+    """Released after a cached one, it is taken before it all the same: there is nothing in it to lose."""
+    pool = BlockPool(2, 4)
+    cached, empty = pool.allocate(1), pool.allocate(1)
+    _publish_chain(pool, cached, TOKENS[:4])
+    pool.release(cached)
+    pool.release(empty)
+    assert pool.allocate(1) == empty
+    assert len(_lookup(pool)) == 1
+
+
 def test_prefixes_outlive_their_tails() -> None:
     """Of one released chain the last block is evicted first, so that what is left can still be found."""
     pool = BlockPool(3, 4)

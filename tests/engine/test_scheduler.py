@@ -1,8 +1,10 @@
 """Who runs in each step, with the fake runner."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from paceline.core.block_hash import chain_root, hash_full_blocks
+from paceline.core.block_hash import BlockHash, chain_root, hash_block, hash_full_blocks
 from paceline.core.errors import DeadlineError
 from paceline.core.request import FinishReason, FirstToken, SamplingParams
 from paceline.engine.events import BlocksReady, Failed, NewTokens, Reserved, Started
@@ -432,6 +434,58 @@ def test_the_youngest_is_preempted_and_resumes_with_the_same_tokens() -> None:
     assert last[0] == 0
     assert last[1] > 0
     assert all(len(bench.of(sequence_id, Started)) == 1 for sequence_id in ids)
+
+
+def test_of_many_the_youngest_is_the_victim_and_the_oldest_never() -> None:
+    """Whoever came first is never computed again, and who came last is the first to lose its blocks."""
+    bench = Bench(num_blocks=9)
+    names = ("first", "second", "third")
+    specs = [make_spec(name, (n, n, n), max_tokens=14) for n, name in enumerate(names)]
+    for spec in specs:
+        bench.add(spec)
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    assert "third" not in bench.computed()[-1]
+    assert {"first", "second"} <= set(bench.computed()[-1])
+    bench.run()
+    preempted = [bench.of(make_id(name), NewTokens)[-1].num_preemptions for name in names]
+    assert preempted[0] == 0
+    assert preempted[2] >= preempted[1]
+    assert [bench.tokens(make_id(name)) for name in names] == [oracle(spec)[0] for spec in specs]
+
+
+def test_a_preempted_sequence_comes_back_before_those_that_have_not_started() -> None:
+    """It keeps its place at the head of the queue."""
+    bench = Bench(num_blocks=6)
+    bench.add(make_spec("old", (0, 0, 0), max_tokens=14))
+    bench.add(make_spec("young", (1, 1, 1), max_tokens=14))
+    while bench.pool.num_free:
+        bench.step()
+    bench.add(make_spec("new", (2,), max_tokens=14))
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    num_steps = len(bench.outputs)
+    while not bench.of(make_id("new"), Started):
+        bench.step()
+    assert any(step.get("young", 0) > 1 for step in bench.computed()[num_steps:])
+    _finish(bench, "old", "young", "new")
+
+
+def test_nothing_is_published_behind_a_collision() -> None:
+    """A block whose hash is another's is not cached, and neither is what follows it: it could not be found."""
+
+    def second_collides(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+        """The same hash for every block of fours."""
+        return BlockHash(b"four") if token_ids[0] == 4 else hash_block(parent, token_ids)
+
+    bench = Bench(hash_block=second_collides)
+    published = []
+    for name, start in (("a", 1), ("b", 2)):
+        bench.add(make_spec(name, (start,) * 4 + (4,) * 4 + (5,) * 4, max_tokens=1))
+        bench.run()
+        published.append(len(bench.pool.take_changes().published))
+    assert published == [3, 1]
+    assert bench.pool.stats().num_collisions == 1
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
