@@ -15,21 +15,23 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Geometry of one layer's keys and values, as the model's own attention call shows it."""
+    """Geometry of one layer's keys and values, as the layer itself shows it when the model is loaded."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all of them
+    shared_with: int | None = None  # the earlier layer whose keys and values this one reads; it stores none
 
     @property
     def key_items(self) -> int:
-        """Elements of the keys of one token."""
-        return self.num_kv_heads * self.key_dim
+        """Elements of the keys that the layer stores for one token."""
+        return 0 if self.shared_with is not None else self.num_kv_heads * self.key_dim
 
     @property
     def value_items(self) -> int:
-        """Elements of the values of one token."""
-        return self.num_kv_heads * self.value_dim
+        """Elements of the values that the layer stores for one token."""
+        return 0 if self.shared_with is not None else self.num_kv_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)

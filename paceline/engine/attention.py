@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from paceline.core.errors import UnsupportedModelError
+from paceline.core.kv_layout import LayerKV
 from paceline.engine.forward_batch import ForwardBatch, QueryRange
 from paceline.engine.kv_cache import KVCache
 
@@ -29,6 +30,7 @@ _HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
+        "sliding_window",  # known from the layer's mask, see `probe_layers`
     }
 )
 
@@ -38,7 +40,7 @@ class AttentionRules:
     """What a layer asks for beside plain causal attention."""
 
     scaling: float
-    window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    window: int | None = None  # see LayerKV.window
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads], logits that take part in the softmax and carry no value
 
@@ -65,9 +67,10 @@ def paged_attention(
     """The attention of one layer over the whole ragged batch; [1, num_tokens, num_heads, value_dim]."""
     context = current_attention.get()
     assert attention_mask is None, "no mask function is registered, so none is built"
-    rules = read_rules(query.shape[-1], kwargs)
+    assert query.shape[2] == len(context.batch.token_ids), "a layer computes every token of the batch"
     layer = module.layer_idx
     assert isinstance(layer, int)
+    rules = read_rules(context.cache.layout.layers[layer], kwargs)
     context.cache.write_tokens(
         layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
@@ -75,11 +78,13 @@ def paged_attention(
     return torch.cat(parts).unsqueeze(0), None
 
 
-def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
-    """What the call's keyword arguments ask for; raises UnsupportedModelError for what is not honoured."""
+def read_rules(layer: LayerKV, kwargs: dict[str, Any]) -> AttentionRules:
+    """What the call's keyword arguments ask for; raises UnsupportedModelError for what is not honoured.
+
+    The window is that of the layer: some models pass none, or one that their own masks do not have.
+    """
     rest = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
-    scaling = rest.pop("scaling", key_dim**-0.5)
-    window = rest.pop("sliding_window", None)
+    scaling = rest.pop("scaling", layer.key_dim**-0.5)
     softcap = rest.pop("softcap", None)
     sinks = rest.pop("s_aux", rest.pop("sinks", None))
     if rest.pop("dropout", 0.0) != 0.0:
@@ -92,7 +97,7 @@ def read_rules(key_dim: int, kwargs: dict[str, Any]) -> AttentionRules:
         raise UnsupportedModelError(
             f"the model's attention needs {', '.join(sorted(rest))}, which is not supported"
         )
-    return AttentionRules(scaling, window, softcap, sinks)
+    return AttentionRules(scaling, layer.window, softcap, sinks)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -> Tensor:

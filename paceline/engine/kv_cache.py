@@ -14,7 +14,8 @@ class KVCache:
 
         block 0: | layer 0 keys | layer 0 values | layer 1 keys | ... |   block 1: | layer 0 keys | ...
 
-    `keys[layer]` is a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise.
+    `keys[layer]` is a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. A layer that
+    shares the keys and values of another one has the other one's views.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -28,7 +29,12 @@ class KVCache:
         self._make_views(pool)
 
     def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim]."""
+        """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim].
+
+        For a layer that shares another one's there is nothing to do: they are there already.
+        """
+        if self.layout.layers[layer].shared_with is not None:
+            return
         blocks, offsets = slots // self.layout.block_size, slots % self.layout.block_size
         self.keys[layer][blocks, offsets] = keys
         self.values[layer][blocks, offsets] = values
@@ -58,6 +64,9 @@ class KVCache:
         start = 0
         for layer in self.layout.layers:
             for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
+                if layer.shared_with is not None:
+                    views.append(views[layer.shared_with])
+                    continue
                 num_items = self.layout.block_size * layer.num_kv_heads * dim
                 run = pool[:, start : start + num_items]
                 views.append(run.view(-1, self.layout.block_size, layer.num_kv_heads, dim))

@@ -6,30 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import xxhash
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from paceline.core.errors import ConfigError, UnsupportedModelError
+from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import KVLayout, LayerKV
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.kv_cache import TORCH_DTYPES
+from paceline.engine.probe import probe_layers
 
-_PROBE_NAME = "paceline_probe"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
-# How far a layer may look. What else there is, such as attention in chunks, a model does by its mask alone, which is
-# never built here: left unchecked it would be served wrongly as soon as a prompt is longer than a chunk.
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_NO_LIMIT = 1 << 20  # tokens, of a model whose config names no longest context
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +39,38 @@ def load_model(directory: Path, dtype: str, block_size: int) -> LoadedModel:
     Safetensors only, and no code out of the directory.
     """
     model = _from_pretrained(directory, dtype)
-    _require_known_layers(model)
-    layout = KVLayout(probe_layers(model), block_size, dtype)
-    model.set_attn_implementation(ATTENTION_NAME)
-    text_config, eos_token_ids = model.config.get_text_config(), _eos_token_ids(directory, model)
+    layout = use_paged_attention(model, dtype, block_size)
+    eos_token_ids = _eos_token_ids(directory, model)
     return LoadedModel(
         model=model,
         layout=layout,
         fingerprint=fingerprint_of(directory, layout, eos_token_ids),
         eos_token_ids=eos_token_ids,
-        vocab_size=text_config.vocab_size,
-        max_model_tokens=text_config.max_position_embeddings,
+        vocab_size=model.config.get_text_config().vocab_size,
+        max_model_tokens=max_tokens_of(model),
     )
 
 
-def probe_layers(model: PreTrainedModel) -> tuple[LayerKV, ...]:
-    """The KV geometry of each layer, as the layers themselves show it in one short forward pass.
+def use_paged_attention(model: PreTrainedModel, dtype: str, block_size: int) -> KVLayout:
+    """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError."""
+    layout = KVLayout(probe_layers(model, max_tokens_of(model)), block_size, dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return layout
 
-    Raises UnsupportedModelError when a layer never asks for attention: it would silently ignore our KV cache.
+
+def max_tokens_of(model: PreTrainedModel) -> int:
+    """The longest context in which a token's position means one thing.
+
+    Past its original length a LongRoPE model turns to other frequencies, for the whole batch and for tokens whose keys
+    are long stored: it is served up to there.
     """
-    seen: dict[int, LayerKV] = {}
-
-    def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or layer in seen:
-            raise UnsupportedModelError(f"{_name(model)} calls attention more than once a layer")
-        seen[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3])
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2), None
-
-    AttentionInterface.register(_PROBE_NAME, record)
-    model.set_attn_implementation(_PROBE_NAME)
-    with torch.inference_mode():
-        model(input_ids=torch.tensor([[0, 1, 2]]), position_ids=torch.arange(3)[None], use_cache=False)
-    num_layers = model.config.get_text_config().num_hidden_layers
-    if sorted(seen) != list(range(num_layers)):
-        raise UnsupportedModelError(
-            f"{_name(model)} uses attention in {len(seen)} of its {num_layers} layers; "
-            "layers with a state of another kind cannot be served"
-        )
-    return tuple(seen[layer] for layer in range(num_layers))
+    config = model.config.get_text_config()
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    long = [part for part in parts if part.get("rope_type") == "longrope"]
+    limits: list[int] = [part["original_max_position_embeddings"] for part in long]
+    longest: int = getattr(config, "max_position_embeddings", _NO_LIMIT)
+    return min([longest, *limits])
 
 
 def fingerprint_of(directory: Path, layout: KVLayout, eos_token_ids: frozenset[int]) -> ModelFingerprint:
@@ -128,15 +107,6 @@ def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
     return cast("PreTrainedModel", model.eval())  # type: ignore[no-untyped-call] # it has no annotations
 
 
-def _require_known_layers(model: PreTrainedModel) -> None:
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    unknown = sorted(set(layer_types) - _LAYER_TYPES)
-    if unknown:
-        raise UnsupportedModelError(
-            f"{_name(model)} has layers of a kind that cannot be served: {', '.join(unknown)}"
-        )
-
-
 def _eos_token_ids(directory: Path, model: PreTrainedModel) -> frozenset[int]:
     try:
         eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
@@ -155,7 +125,3 @@ def _digest_files(paths: Iterable[Path]) -> str:
         digest.update(f"{path.name}:{len(content)}:".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _name(model: PreTrainedModel) -> str:
-    return type(model).__name__

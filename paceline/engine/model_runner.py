@@ -1,7 +1,5 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
-import inspect
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,6 +10,7 @@ from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import ATTENTION_NAME, AttentionContext, current_attention
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
+from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
@@ -26,7 +25,7 @@ class ModelRunner:
         self.memory = KVCache(layout, num_blocks)
         self._model = model
         self._layout = layout
-        self._keeps_rows = _takes_rows(model)
+        self._keeps_rows = takes_rows(model)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
@@ -50,11 +49,6 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.sample_rows]
-
-
-def _takes_rows(model: PreTrainedModel) -> bool:
-    """Whether the model computes the logits of given positions only."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 @torch.inference_mode()

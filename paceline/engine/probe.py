@@ -1,0 +1,149 @@
+"""Finds out how a model attends, by one short forward pass in which each layer shows what it stores and may see."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from paceline.core.errors import UnsupportedModelError
+from paceline.core.kv_layout import LayerKV
+from paceline.engine.attention import read_rules
+
+_PROBE_NAME = "paceline_probe"
+
+# (batch, head, query position, key position) -> whether the query may look at the key; works on whole tensors.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def probe_layers(model: PreTrainedModel, max_tokens: int) -> tuple[LayerKV, ...]:
+    """The KV geometry of each layer, for contexts of at most `max_tokens`.
+
+    Raises UnsupportedModelError when a layer never asks for attention (it would silently ignore our KV cache), or sees
+    anything but all tokens before it or a window of them.
+    """
+    probe = _Probe(model, max_tokens)
+    AttentionInterface.register(_PROBE_NAME, probe.attend)
+    AttentionMaskInterface.register(_PROBE_NAME, probe.build_mask)
+    try:
+        model.set_attn_implementation(_PROBE_NAME)
+        with torch.inference_mode():
+            _short_pass(model)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise UnsupportedModelError(
+            f"{name_of(model)} cannot run one ragged forward pass: {type(error).__name__}: {first_line}"
+        ) from error
+    return probe.layers()
+
+
+def takes_rows(model: PreTrainedModel) -> bool:
+    """Whether the model computes the logits of given positions only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """What messages call the model."""
+    return type(model).__name__
+
+
+def window_of(visible: MaskFunction, max_tokens: int) -> int | None:
+    """How many tokens a mask lets each query see, itself the last of them; None when it is all of them.
+
+    Raises ValueError for a mask that is neither. Two queries tell a window from attention in chunks: the next one
+    sees as much through a window, and more or less in a chunk.
+    """
+    none, keys = torch.tensor(0), torch.arange(max_tokens)
+    last = max_tokens - 1
+    counts = []
+    for query in (last - 1, last):
+        seen = visible(none, none, torch.tensor(query), keys).expand(max_tokens)
+        counts.append(int(seen.sum()))
+        if not seen[query - counts[-1] + 1 : query + 1].all():
+            raise ValueError("it has gaps, or looks ahead")
+    if counts == [last, last + 1]:
+        return None
+    if counts[0] != counts[1]:
+        raise ValueError("it is cut into chunks")
+    return counts[0]
+
+
+def _short_pass(model: PreTrainedModel) -> None:
+    """As a model runner calls the model: some models take shortcuts otherwise."""
+    rows = {"logits_to_keep": torch.arange(3)} if takes_rows(model) else {}
+    model(input_ids=torch.tensor([[0, 1, 2]]), position_ids=torch.arange(3)[None], use_cache=False, **rows)
+
+
+class _Probe:
+    """Stands in for attention and for the making of masks, and keeps what it is asked for.
+
+    The mask that a layer is given is the truth about what it sees; eager attention goes by nothing else.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
+        self._model = model
+        self._max_tokens = max_tokens
+        self._layers: dict[int, LayerKV] = {}
+        # These are kept, so that no later tensor can be taken for one of them.
+        self._masks: list[tuple[Tensor, MaskFunction]] = []
+        self._states: list[tuple[int, Tensor, Tensor]] = []
+
+    def build_mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any
+    ) -> Tensor:
+        """A mask of zeros that stands for its function."""
+        mask = torch.zeros(batch_size, 1, q_length, kv_length)
+        self._masks.append((mask, mask_function))
+        return mask
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Notes the layer; what it answers has the right shape and nothing more."""
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self._layers:
+            raise UnsupportedModelError(f"{name_of(self._model)} calls attention more than once a layer")
+        window, shared_with = self._window(index, attention_mask), self._owner(key, value)
+        layer = LayerKV(key.shape[1], key.shape[3], value.shape[3], window, shared_with)
+        read_rules(layer, kwargs)
+        self._layers[index] = layer
+        self._states.append((index, key, value))
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    def layers(self) -> tuple[LayerKV, ...]:
+        """What was seen, if it is all of the model."""
+        num_layers = self._model.config.get_text_config().num_hidden_layers
+        if sorted(self._layers) != list(range(num_layers)):
+            raise UnsupportedModelError(
+                f"{name_of(self._model)} asks for attention in {len(self._layers)} of its {num_layers} layers; layers "
+                "that attend by themselves, or keep a state of another kind, cannot be served"
+            )
+        return tuple(self._layers[index] for index in range(num_layers))
+
+    def _window(self, index: int, mask: Tensor | None) -> int | None:
+        visible = next((function for ours, function in self._masks if ours is mask), None)
+        if visible is None:
+            raise UnsupportedModelError(
+                f"{name_of(self._model)} makes the attention mask of layer {index} by itself; it cannot be served"
+            )
+        try:
+            return window_of(visible, self._max_tokens)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{name_of(self._model)} has an attention mask in layer {index} that cannot be served: {error}"
+            ) from error
+
+    def _owner(self, key: Tensor, value: Tensor) -> int | None:
+        return next((index for index, k, v in self._states if k is key and v is value), None)
