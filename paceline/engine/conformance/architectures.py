@@ -22,8 +22,9 @@ _COMMON: Mapping[str, Any] = {
     "pad_token_id": 0,
 }
 _GPT2_WORDS = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-_FOUR_MIXED = {**_MIXED, "num_hidden_layers": 4, "layer_types": _MIXED["layer_types"] * 2}
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+_MIXED = {"sliding_window": WINDOW, "layer_types": _TWO_KINDS}
+_FOUR_MIXED = {"sliding_window": WINDOW, "layer_types": 2 * _TWO_KINDS, "num_hidden_layers": 4}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
@@ -65,8 +66,8 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "arcee": {},
     "bitnet": {},
     "codegen": {**_GPT2_WORDS, "n_ctx": 256, "rotary_dim": 4},
-    "cohere": {},
-    "cohere2": _MIXED,
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0, **_MIXED},
     "cwm": {"head_dim": 8, **_MIXED},
     "deepseek_v2": {**_LATENT, **_ROUTED},
     "deepseek_v3": {**_LATENT, **_ROUTED},

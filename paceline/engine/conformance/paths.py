@@ -18,7 +18,7 @@ from paceline.engine.sequence import SequenceRole
 
 TOLERANCE = 1e-4  # largest difference of any logit in fp32
 MIN_PROMPT_TOKENS = 70  # more than the largest chunk
-_NUM_OUTPUT_TOKENS = 6
+NUM_OUTPUT_TOKENS = 6
 E = TypeVar("E", bound=Event)
 
 
@@ -67,7 +67,7 @@ def make_subject(
     vocab_size = model.config.get_text_config().vocab_size
     lengths = (num_prompt_tokens, 2 * layout.block_size - 1, 2 * layout.block_size - 1)
     long, *short = (
-        plain_reference(model, random_prompt(vocab_size, length, seed), _NUM_OUTPUT_TOKENS)
+        plain_reference(model, random_prompt(vocab_size, length, seed), NUM_OUTPUT_TOKENS)
         for seed, length in enumerate(lengths)
     )
     return Subject(model, layout, long, (short[0], short[1]))
@@ -173,7 +173,7 @@ PATHS: Mapping[str, Callable[[Subject], ComparingRunner]] = {
 
 def _num_blocks(subject: Subject) -> int:
     """Room for all three sequences."""
-    longest = len(subject.long.prompt_ids) + _NUM_OUTPUT_TOKENS
+    longest = len(subject.long.prompt_ids) + NUM_OUTPUT_TOKENS
     return subject.layout.num_blocks_for(longest) + 8
 
 

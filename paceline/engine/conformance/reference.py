@@ -21,9 +21,7 @@ class Reference:
 
 
 @torch.inference_mode()
-def plain_reference(
-    model: PreTrainedModel, prompt_ids: tuple[int, ...], num_output_tokens: int
-) -> Reference:
+def plain_reference(model: PreTrainedModel, prompt_ids: tuple[int, ...], num_output_tokens: int) -> Reference:
     """One sequence at a time, eager attention, no cache: every token from a whole forward pass of its own."""
     before = model.config._attn_implementation  # noqa: SLF001 # transformers has no public name for it
     model.set_attn_implementation("eager")
