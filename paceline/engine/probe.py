@@ -64,7 +64,7 @@ def window_of(visible: MaskFunction, max_tokens: int) -> int | None:
     for query in (last - 1, last):
         seen = visible(none, none, torch.tensor(query), keys).expand(max_tokens)
         counts.append(int(seen.sum()))
-        if not seen[query - counts[-1] + 1 : query + 1].all():
+        if not torch.equal(seen, (keys <= query) & (keys > query - counts[-1])):
             raise ValueError("it has gaps, or looks ahead")
     if counts == [last, last + 1]:
         return None

@@ -18,6 +18,13 @@ def test_a_block_holds_keys_and_values_of_every_layer() -> None:
     assert replace(layout, dtype="bfloat16").block_bytes == 2 * layout.block_items
 
 
+def test_a_layer_that_shares_keys_and_values_takes_no_room() -> None:
+    """A block is as large as without it."""
+    layers = make_layout().layers
+    shared = replace(layers[0], shared_with=0)
+    assert KVLayout((*layers, shared), 4, "float32").block_bytes == make_layout().block_bytes
+
+
 @given(num_tokens=st.integers(0, 1000), block_size=st.integers(1, 64))
 def test_just_enough_blocks_for_tokens(num_tokens: int, block_size: int) -> None:
     """The blocks hold all tokens, and one block less would not."""
@@ -38,8 +45,10 @@ def test_equal_layouts_have_equal_digests() -> None:
         make_layout(dtype="bfloat16"),
         replace(make_layout(), layers=(LayerKV(2, 8, 4), LayerKV(2, 4, 8))),
         replace(make_layout(), layers=(LayerKV(4, 4, 2), LayerKV(4, 4, 2))),
+        replace(make_layout(), layers=(LayerKV(2, 8, 4), LayerKV(2, 8, 4, window=8))),
+        replace(make_layout(), layers=(LayerKV(2, 8, 4), LayerKV(2, 8, 4), LayerKV(2, 8, 4, shared_with=0))),
     ],
-    ids=["layers", "block-size", "dtype", "one-layer", "same-bytes"],
+    ids=["layers", "block-size", "dtype", "one-layer", "same-bytes", "window", "shared"],
 )
 def test_different_layouts_have_different_digests(other: KVLayout) -> None:
     """Whatever changes the meaning of a block's bytes changes the name, also where the size stays."""

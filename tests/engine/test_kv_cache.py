@@ -93,3 +93,15 @@ def test_tokens_are_stored_in_their_slots_and_gathered_in_order() -> None:
     assert torch.equal(found_keys, keys)
     assert torch.equal(found_values, values)
     assert torch.equal(cache.keys[0][1], untouched)
+
+
+def test_a_layer_that_shares_reads_what_the_other_has_written() -> None:
+    """It has the other layer's views, and writing through it changes nothing."""
+    layout = KVLayout((LayerKV(2, 8, 4), LayerKV(1, 6, 6), LayerKV(2, 8, 4, shared_with=0)), 4, "float32")
+    cache, slots = KVCache(layout, 2), torch.tensor([5, 6])
+    keys, values = torch.randn(2, 2, 8), torch.randn(2, 2, 4)
+    cache.write_tokens(0, slots, keys, values)
+    cache.write_tokens(2, slots, keys + 1, values + 1)
+    assert torch.equal(cache.keys[2][1, 1:3], keys)
+    assert torch.equal(cache.values[2][1, 1:3], values)
+    assert cache.block_bytes == KVCache(LAYOUT, 1).block_bytes

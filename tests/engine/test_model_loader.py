@@ -2,54 +2,24 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import (
-    BloomConfig,
-    FalconConfig,
-    JambaConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    Mamba2Config,
-    MambaConfig,
-    PreTrainedConfig,
-)
 
 from paceline.core.errors import ConfigError, UnsupportedModelError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import LayerKV
+from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.model_loader import LoadedModel, load_model
-from tests.engine.models import FAMILIES, SMALL, write_model
-
-_FEW: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
-REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "bloom": lambda: BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4),
-    "falcon": lambda: FalconConfig(**_FEW, num_attention_heads=4),
-    "mamba": lambda: MambaConfig(**_FEW, state_size=8),
-    "mamba2": lambda: Mamba2Config(**_FEW, state_size=8, num_heads=4, head_dim=16, n_groups=1),
-    "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
-    "jamba": lambda: JambaConfig(
-        **SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=4
-    ),
-    "llama4": lambda: Llama4TextConfig(
-        **SMALL,
-        head_dim=8,
-        intermediate_size_mlp=48,
-        attention_chunk_size=8,
-        num_local_experts=2,
-        layer_types=["chunked_attention", "full_attention"],
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama on disk."""
-    return write_model(FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
+    directory = tmp_path_factory.mktemp("llama")
+    build_tiny("llama").save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +37,17 @@ def test_facts_of_a_model_come_from_its_directory(loaded: LoadedModel) -> None:
     assert not loaded.model.training
 
 
-@pytest.mark.parametrize("family", list(REFUSED))
-def test_a_model_that_would_be_served_wrongly_is_refused(family: str, tmp_path: Path) -> None:
-    """No attention calls, a recurrent state, or a mask that is never built: refused by name, and not served."""
-    write_model(REFUSED[family](), tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM .*(attention|cannot be served)"):
+def test_a_model_that_would_be_served_wrongly_is_refused(tmp_path: Path) -> None:
+    """Loading a directory asks the model how it attends; the conformance tests have the other reasons."""
+    build_tiny("llama4").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"Llama4ForCausalLM .* chunks"):
         load_model(tmp_path, "float32", 4)
+
+
+def test_a_model_is_served_as_long_as_its_positions_mean_one_thing(tmp_path: Path) -> None:
+    """With LongRoPE that is its original length: past it every position is turned differently."""
+    build_tiny("phi3_longrope").save_pretrained(tmp_path)
+    assert load_model(tmp_path, "float32", 4).max_model_tokens == 128
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -127,8 +102,8 @@ def test_each_file_that_decides_tokens_is_in_the_fingerprint(
 
 def test_other_weights_have_another_fingerprint(loaded: LoadedModel, tmp_path: Path) -> None:
     """The content of the weights counts, not their name."""
-    other = load_model(write_model(FAMILIES["llama"](), tmp_path, seed=1), "float32", 4)
-    assert _differing(loaded, other) == ["weights"]
+    build_tiny("llama", seed=1).save_pretrained(tmp_path)
+    assert _differing(loaded, load_model(tmp_path, "float32", 4)) == ["weights"]
 
 
 def test_another_type_or_block_size_has_another_fingerprint(directory: Path, loaded: LoadedModel) -> None:

@@ -24,7 +24,8 @@ difference of the path; "!2" behind it says that it failed, with 2 wrong tokens.
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; gives the exit status."""
     args = _parser().parse_args(argv)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # transformers has no annotations here
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the same
     if not args.model:
         torch.set_num_threads(1)  # tiny tensors are slower on many
     start_s = time.perf_counter()
