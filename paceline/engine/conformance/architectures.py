@@ -57,7 +57,6 @@ _LONGROPE = {
     "partial_rotary_factor": 1.0,
     "short_factor": [1.0] * 4,
     "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 128,
 }
 
 # By name: what differs from the common configuration. `model_type` is the name where it is not given.
@@ -137,7 +136,11 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "phi3": {},
-    "phi3_longrope": {"model_type": "phi3", "rope_parameters": _LONGROPE},
+    "phi3_longrope": {
+        "model_type": "phi3",
+        "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": 128,
+    },
     "phimoe": {**_LOCAL_EXPERTS, "sliding_window": WINDOW},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, **_QWEN_WINDOW},
