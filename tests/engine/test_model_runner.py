@@ -10,7 +10,7 @@ from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import use_paged_attention
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
-from paceline.engine.step import ScheduledSequence, SchedulerOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import BLOCK_SIZE, GREEDY, make_id
 
 
@@ -27,7 +27,7 @@ def test_only_rows_that_sample_have_logits(name: str) -> None:
     _, _, runner = _open(name)
     tables = ((BlockId(0),), (BlockId(2), BlockId(1)))
     items = [
-        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, GREEDY)
+        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, SampleTask(GREEDY, 8 + n))
         for n, table in enumerate(tables)
     ]
     both = runner.forward(build_forward_batch(SchedulerOutput(tuple(items), ()), BLOCK_SIZE))

@@ -44,7 +44,7 @@ class ComparingRunner(ModelRunner):
         """See Runner.execute."""
         self.steps.append(output.scheduled)
         step = super().execute(output)
-        sampling = [item for item in output.scheduled if item.sampling is not None]
+        sampling = [item for item in output.scheduled if item.sample is not None]
         for item, token_id in zip(sampling, step.token_ids, strict=True):
             self.num_tokens += 1
             self.num_wrong_tokens += token_id != self._references[item.sequence_id].next_token(item.end - 1)
