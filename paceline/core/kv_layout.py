@@ -1,7 +1,8 @@
 """What one KV block looks like in memory: plain numbers, no tensors.
 
 A block is one contiguous run: for each layer its keys `[block_size, num_kv_heads, key_dim]`, then its values
-`[block_size, num_kv_heads, value_dim]`; nothing for a layer that reads another one's. So a block moves between workers without packing.
+`[block_size, num_kv_heads, value_dim]`; nothing for a layer that reads another one's. So a block moves between workers
+without packing.
 """
 
 import hashlib
