@@ -15,6 +15,10 @@ from paceline.runtime.wire import finish_reason_to_proto, logprob_to_proto, spec
 from paceline.v1 import decode_pb2
 from paceline.worker.worker import Worker
 
+# A step gives one event a sequence, so only a router that reads slowly gets so many; even with log probabilities they
+# stay far below the 4 MiB of a message.
+_MAX_EVENTS = 1000
+
 log = get_logger()
 
 
@@ -64,11 +68,11 @@ class DecodeSession:
     # -- what goes back
 
     async def take_events(self) -> list[decode_pb2.SequenceEvent]:
-        """All events since the last call, at least one; none once the router has ended the stream."""
+        """The next events, at least one, as many as one message may hold; none once the stream has ended."""
         while not self._outbox and not self._ended:
             self._wake.clear()
             await self._wake.wait()
-        events, self._outbox = self._outbox, []
+        events, self._outbox = self._outbox[:_MAX_EVENTS], self._outbox[_MAX_EVENTS:]
         return events
 
     async def aclose(self) -> None:
@@ -85,10 +89,11 @@ class DecodeSession:
 
         It is released only after the receiver has returned: until then the receiver may write to its blocks.
         """
-        sequence_id, started_s = spec.sequence_id, time.monotonic()
+        sequence_id = spec.sequence_id
         try:
             async with self._worker.receiver.hold(ticket) as hand_over:
                 reserved = await self._reserve(spec)
+                started_s = time.monotonic()
                 received = await hand_over.receive(reserved.block_ids, reserved.num_held)
         except asyncio.CancelledError:
             self._worker.engine.release(sequence_id)

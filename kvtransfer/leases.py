@@ -143,6 +143,11 @@ class LeaseTable:
         """Ends leases; VALID, once, for each that held until now."""
         return [self._release(lease_id) for lease_id in lease_ids]
 
+    def release_sequence(self, sequence_id: SequenceId) -> None:
+        """Ends the lease of a sequence, if there is one."""
+        for lease in [lease for lease in self._leases.values() if lease.sequence_id == sequence_id]:
+            self._end(lease, LeasePhase.RELEASED)
+
     def sweep(self) -> int:
         """Ends the leases whose time is over, and says how many."""
         now_s = self._clock()

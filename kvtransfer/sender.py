@@ -8,7 +8,7 @@ from kvtransfer.leases import Lease, LeaseTable
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.request import BootEpoch, LeaseId
+from paceline.core.request import BootEpoch, LeaseId, SequenceId
 
 
 class KVSender:
@@ -61,6 +61,11 @@ class KVSender:
         if boot_epoch != self._boot_epoch:
             return [LeaseState.EXPIRED] * len(lease_ids)
         return self._leases.release(lease_ids)
+
+    def release_sequence(self, sequence_id: SequenceId, boot_epoch: BootEpoch) -> None:
+        """Ends the lease of a sequence, if there is one."""
+        if boot_epoch == self._boot_epoch:
+            self._leases.release_sequence(sequence_id)
 
     def _require_epoch(self, boot_epoch: BootEpoch) -> None:
         if boot_epoch != self._boot_epoch:

@@ -10,7 +10,7 @@ from kvtransfer.sender import KVSender
 from kvtransfer.wire import lease_state_to_proto, message_to_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
-from paceline.core.request import BootEpoch, LeaseId
+from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
 from paceline.runtime.grpc_status import abort_with
 from paceline.runtime.wire import fingerprint_from_proto
 from paceline.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
@@ -55,6 +55,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> kv_transfer_pb2.ReleaseLeasesResponse:
         """Ends leases."""
+        for ref in request.attempts:
+            sequence_id = SequenceId(RequestId(ref.request_id), ref.attempt)
+            self._sender.release_sequence(sequence_id, BootEpoch(request.boot_epoch))
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]
         states = self._sender.release(lease_ids, BootEpoch(request.boot_epoch))
         return kv_transfer_pb2.ReleaseLeasesResponse(states=map(lease_state_to_proto, states))

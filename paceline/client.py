@@ -1,8 +1,8 @@
 """A small async client for a Paceline server; it needs grpcio and protobuf and nothing else.
 
 async with PacelineClient("127.0.0.1:50051") as client:
-async for event in client.generate([{"role": "user", "content": "Hello!"}], max_tokens=50):
-print(event.delta.text, end="", flush=True)
+    async for event in client.generate([{"role": "user", "content": "Hello!"}], max_tokens=50):
+        print(event.delta.text, end="", flush=True)
 """
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ DEFAULT_TIMEOUT_S = 600.0
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # its default of a minute would win over the line above
     ("grpc.http2.max_pings_without_data", 0),
 )
 

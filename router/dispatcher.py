@@ -15,7 +15,6 @@ from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec, TokenLogprob
-from paceline.core.ticket import KvTicket
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
@@ -88,6 +87,8 @@ class Job:
     deadline_s: float | None
     timeline: RequestTimeline
     output_ids: list[int] = field(default_factory=list)
+    # Prefill workers whose attempt failed, whoever's fault it was; others come first.
+    failed_on: set[str] = field(default_factory=set)
 
     def attempt_spec(self, attempt: int, now_s: float) -> SequenceSpec:
         """What to send to the workers of this attempt."""
@@ -139,6 +140,7 @@ class Dispatcher:
                 if attempt + 1 == self._config.max_attempts or self._is_late(job):
                     raise
                 reason = error.reason
+                job.failed_on.add(job.timeline.prefill_worker)
                 request_id = job.spec.sequence_id.request_id
                 log.warning(
                     "attempt_failed", request_id=request_id, attempt=attempt, reason=reason, error=str(error)
@@ -183,7 +185,6 @@ class Dispatcher:
         self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The prefill worker computes the prompt, the decode worker pulls its blocks meanwhile and goes on."""
-        ticket: KvTicket | None = None
         handle: DecodeHandle | None = None
         num_cached = 0
         try:
@@ -193,8 +194,7 @@ class Dispatcher:
                         case "started":
                             job.timeline.note_worker_queue(response.started.queued_s)
                             num_cached = response.started.cached_tokens
-                            ticket = ticket_from_proto(response.started.ticket)
-                            handle = link.submit(spec, ticket)
+                            handle = link.submit(spec, ticket_from_proto(response.started.ticket))
                         case "progress":
                             yield PromptProgress(response.progress.computed_tokens)
                         case "result":
@@ -210,8 +210,9 @@ class Dispatcher:
         finally:
             if handle is not None:
                 handle.close()
-            if ticket is not None and (handle is None or not handle.has_kv):
-                self._release(ticket)
+            if handle is None or not handle.has_kv:
+                # Also without a ticket: all may be computed there, and only the news of it was not read.
+                self._release(worker, spec.sequence_id)
 
     async def _prefill(
         self, spec: SequenceSpec, worker: WorkerView
@@ -291,7 +292,7 @@ class Dispatcher:
             root = chain_root(served.fingerprint.digest(), job.spec.cache_scope)
             held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size))
         return place(
-            PromptFacts(len(token_ids), block_size, held),
+            PromptFacts(len(token_ids), block_size, held, frozenset(job.failed_on)),
             self._registry.views(inference_pb2.WORKER_ROLE_PREFILL),
             self._registry.views(inference_pb2.WORKER_ROLE_DECODE),
             self._config.mode,
@@ -303,17 +304,16 @@ class Dispatcher:
 
     # -- giving leases back
 
-    def _release(self, ticket: KvTicket) -> None:
+    def _release(self, worker: WorkerView, sequence_id: SequenceId) -> None:
         """Ends a lease that no decode worker has confirmed; in the background, since nobody waits for it."""
-        task = asyncio.create_task(self._release_lease(ticket))
+        task = asyncio.create_task(self._release_lease(worker, sequence_id))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release_lease(self, ticket: KvTicket) -> None:
-        request = kv_transfer_pb2.ReleaseLeasesRequest(
-            lease_ids=[ticket.lease_id], boot_epoch=ticket.boot_epoch
-        )
-        stub = KvTransferServiceStub(self._channels.get(ticket.owner_address))
+    async def _release_lease(self, worker: WorkerView, sequence_id: SequenceId) -> None:
+        attempt = kv_transfer_pb2.AttemptRef(request_id=sequence_id.request_id, attempt=sequence_id.attempt)
+        request = kv_transfer_pb2.ReleaseLeasesRequest(boot_epoch=worker.key.boot_epoch, attempts=[attempt])
+        stub = KvTransferServiceStub(self._channels.get(worker.address))
         # If this fails, the lease's own clock ends it.
         with suppress(grpc.aio.AioRpcError):
             await stub.ReleaseLeases(request, timeout=_RELEASE_TIMEOUT_S)

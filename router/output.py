@@ -45,10 +45,7 @@ class OutputStream:
             case Placed():
                 return [self._placed(event)]
             case PromptProgress():
-                progress = inference_pb2.Progress(
-                    computed_tokens=event.num_computed_tokens, prompt_tokens=self._num_prompt_tokens
-                )
-                return [self._response(progress=progress)]
+                return self._progress(event)
             case PromptComputed():
                 return self._prompt_computed(event)
             case Tokens():
@@ -62,6 +59,16 @@ class OutputStream:
             request_id=self._request_id, mode=mode, queue_position=self._queue_position
         )
         return self._response(accepted=accepted)
+
+    def _progress(self, event: PromptProgress) -> list[_Response]:
+        # A later attempt computes the prompt again, and earlier output with it; the client has seen that.
+        if self._num_cached_tokens is not None:
+            return []
+        computed_tokens = min(event.num_computed_tokens, self._num_prompt_tokens)
+        progress = inference_pb2.Progress(
+            computed_tokens=computed_tokens, prompt_tokens=self._num_prompt_tokens
+        )
+        return [self._response(progress=progress)]
 
     def _prompt_computed(self, event: PromptComputed) -> list[_Response]:
         # Later attempts compute the prompt again; for the client it happened once.

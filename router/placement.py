@@ -44,6 +44,8 @@ class PromptFacts:
     num_tokens: int
     block_size: int
     held_blocks: Mapping[WorkerKey, int]
+    # Names of prefill workers where an earlier attempt failed; one that answers nothing may still seem to be there.
+    failed_on: frozenset[str] = frozenset()
 
     def num_uncached_tokens(self, worker: WorkerView) -> int:
         """Tokens that this worker would have to compute."""
@@ -66,7 +68,7 @@ def place(
     local_prefill_tokens: int,
 ) -> Route:
     """The route of one request; raises NoEndpointError when a tier that it needs has nobody who takes requests."""
-    prefill_taking = [worker for worker in prefill if not worker.draining]
+    prefill_taking = _others_first([worker for worker in prefill if not worker.draining], prompt.failed_on)
     decode_taking = [worker for worker in decode if not worker.draining]
     if not decode_taking:
         raise NoEndpointError("no decode worker is there; start one or wait until it is up")
@@ -77,6 +79,10 @@ def place(
     if mode == "never" or not prefill_taking or (mode == "auto" and is_short):
         return Route(None, chosen)
     return Route(min(prefill_taking, key=lambda worker: prefill_cost(prompt, worker)), chosen)
+
+
+def _others_first(workers: list[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.key.worker_id not in failed_on] or workers
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[int, WorkerKey]:

@@ -33,6 +33,11 @@ from router.workers import ServedModel, WorkerRegistry
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+_MAX_BYTES_PER_TOKEN = 16
+_MAX_TOKENIZING = 8
+# A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
+_DEADLINE_MARGIN_S = 0.05
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 log = get_logger()
@@ -65,6 +70,8 @@ class InferenceServicer:
         self._index = index
         self._admission = admission
         self._dispatcher = dispatcher
+        # Requests to tokenise wait in the same line as those to generate.
+        self._tokenizing = AdmissionController(_MAX_TOKENIZING)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Puts the service on a server."""
@@ -95,7 +102,8 @@ class InferenceServicer:
         """Turns text or a chat into token ids."""
         async with _status_of_errors(context, ""):
             limits = self._limits(self._require_served())
-            token_ids = await self._tokenizer.aencode(parse_tokenize(raw, limits))
+            with self._tokenizing.admit():
+                token_ids = await self._tokenizer.aencode(parse_tokenize(raw, limits))
             return inference_pb2.TokenizeResponse(
                 token_ids=token_ids, max_prompt_tokens=limits.max_prompt_tokens
             )
@@ -135,7 +143,7 @@ class InferenceServicer:
         prompt_ids = await self._tokenizer.aencode(request.prompt)
         job = self._job(request, request_id, prompt_ids, limits, timeline)
         if time_remaining_s is not None:
-            job.deadline_s = timeline.received_s + time_remaining_s
+            job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
             if job.deadline_s <= monotonic():
                 raise DeadlineError("queued")
         output = OutputStream(
@@ -162,6 +170,12 @@ class InferenceServicer:
             ended = as_paceline_error(error).reason
             raise
         finally:
+            if (
+                ended == "cancelled"
+                and call.job.deadline_s is not None
+                and call.job.deadline_s <= monotonic()
+            ):
+                ended = DeadlineError.reason
             _log_end(call, ended)
 
     def _job(
@@ -208,7 +222,10 @@ class InferenceServicer:
             max_model_tokens=served.max_model_tokens,
             max_output_tokens=served.max_model_tokens - 1,
             vocab_size=served.vocab_size,
-            max_prompt_bytes=self._config.max_prompt_bytes,
+            # Text of more bytes than this for each token is no text; it would only keep the tokenizer from the others.
+            max_prompt_bytes=min(
+                self._config.max_prompt_bytes, _MAX_BYTES_PER_TOKEN * served.max_model_tokens
+            ),
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from paceline.core.errors import FingerprintMismatchError, PacelineError
+from paceline.core.errors import FingerprintMismatchError, PacelineError, PeerLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
@@ -22,6 +22,8 @@ from router.decode_link import DecodeLink
 from router.placement import WorkerView
 
 _INFO_TIMEOUT_S = 5.0
+# A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
+_SILENCE_S = 10.0
 _RETRY_EVERY_S = 0.25
 _GOING_S = 0.5
 
@@ -201,8 +203,14 @@ class WorkerRegistry:
     ) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
         try:
-            async for load in call:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    load = await call.read()
+                if not isinstance(load, worker_pb2.WatchLoadResponse):  # grpc.aio.EOF
+                    return
                 self._update(address, info, load, link)
+        except TimeoutError:
+            raise PeerLostError(f"{info.worker_id} has said nothing for {_SILENCE_S:g} s") from None
         finally:
             call.cancel()
 

@@ -29,7 +29,7 @@ def report(finish: inference_pb2.Finish) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("--"):
         sys.exit(f"usage: {sys.argv[0]} PROMPT [HOST:PORT]")
     try:
         asyncio.run(main(*sys.argv[1:]))

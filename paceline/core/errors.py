@@ -53,7 +53,7 @@ class BadPromptError(InvalidRequestError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt passes a limit; `unit` is "bytes" or "tokens"."""
+    """The prompt passes a limit; `unit` is "bytes", "tokens" or "messages"."""
 
     reason = "PROMPT_TOO_LONG"
 

@@ -58,6 +58,8 @@ _DECIDED_HERE = frozenset(
     }
 )
 
+_SERVICES = ("router", "prefill", "decode")
+
 
 def require_free_sections(file: Path) -> None:
     """Raises ConfigError when a service's section sets what `./run up` decides: its flags would win, silently."""
@@ -65,7 +67,10 @@ def require_free_sections(file: Path) -> None:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the config file {file}: {error}") from error
-    for section in ("router", "prefill", "decode"):
+    unknown = sorted(tables.keys() - {"up", *_SERVICES})
+    if unknown:
+        raise ConfigError(f"{file}: nobody reads [{unknown[0]}]; known: [up], [router], [prefill], [decode]")
+    for section in _SERVICES:
         taken = sorted(_DECIDED_HERE & tables.get(section, {}).keys())
         if taken:
             raise ConfigError(

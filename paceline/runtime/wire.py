@@ -123,6 +123,9 @@ def _parse_text(text: str, limits: RequestLimits) -> str:
 def _parse_chat(chat: inference_pb2.Chat, limits: RequestLimits) -> tuple[ChatMessage, ...]:
     if not chat.messages:
         raise BadPromptError("the chat has no message")
+    # Each message takes a token at least; laying out a million empty ones would take minutes.
+    if len(chat.messages) > limits.max_prompt_tokens:
+        raise PromptTooLongError(limit=limits.max_prompt_tokens, given=len(chat.messages), unit="messages")
     for message in chat.messages:
         if message.role not in ROLES:
             raise BadPromptError(f"a chat message has an unknown role; use one of {', '.join(ROLES)}")

@@ -70,12 +70,22 @@ class RenewLeasesResponse(_message.Message):
     def __init__(self, states: _Optional[_Iterable[_Union[LeaseState, str]]] = ...) -> None: ...
 
 class ReleaseLeasesRequest(_message.Message):
-    __slots__ = ("lease_ids", "boot_epoch")
+    __slots__ = ("lease_ids", "boot_epoch", "attempts")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[str]
     boot_epoch: int
-    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., boot_epoch: _Optional[int] = ...) -> None: ...
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptRef]
+    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., boot_epoch: _Optional[int] = ..., attempts: _Optional[_Iterable[_Union[AttemptRef, _Mapping]]] = ...) -> None: ...
+
+class AttemptRef(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ReleaseLeasesResponse(_message.Message):
     __slots__ = ("states",)

@@ -64,7 +64,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Reports the load at once and then whenever it changes. While the stream lives, so does the worker.
+        """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

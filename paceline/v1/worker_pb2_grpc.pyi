@@ -36,7 +36,7 @@ class WorkerServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     """Says what the worker is; it does not change while the worker lives."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
-    """Reports the load at once and then whenever it changes. While the stream lives, so does the worker."""
+    """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new from now on and finishes what it has; blocks can still be pulled."""
 
@@ -48,7 +48,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Says what the worker is; it does not change while the worker lives."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """Reports the load at once and then whenever it changes. While the stream lives, so does the worker."""
+    """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new from now on and finishes what it has; blocks can still be pulled."""
 
@@ -69,7 +69,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
-        """Reports the load at once and then whenever it changes. While the stream lives, so does the worker."""
+        """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
 
     @_abc_1.abstractmethod
     def Drain(

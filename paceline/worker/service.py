@@ -12,6 +12,8 @@ from paceline.worker.worker import Worker
 
 # Load changes with every step; to look so often is enough to place by.
 _REPORT_EVERY_S = 0.05
+# Whoever hears nothing for much longer may take the worker for frozen.
+_HEARTBEAT_S = 1.0
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -41,14 +43,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        """The load now, and after each change."""
-        reported = None
+        """The load now, after each change, and once a second."""
+        reported, silent_s = None, 0.0
         while True:
             load = self._load()
-            if load != reported:
+            if load != reported or silent_s >= _HEARTBEAT_S:
                 yield load
-                reported = load
+                reported, silent_s = load, 0.0
             await asyncio.sleep(_REPORT_EVERY_S)
+            silent_s += _REPORT_EVERY_S
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"

@@ -27,6 +27,8 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner
 
 _DRAIN_LOOK_S = 0.05
+# Publishing is behind everybody's back, and what misses its budget is not published again: no hurry.
+_PUBLISH_BUDGET_S = 1.0
 
 
 @dataclass(slots=True)
@@ -78,7 +80,9 @@ class Worker:
 async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
     """The parts of one worker, running; stopped in the opposite order."""
     key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
-    index = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
+    index = (
+        RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
+    )
     publisher = PrefixPublisher(index, key)
     failed = asyncio.Event()
     engine = AsyncEngine(

@@ -98,8 +98,9 @@ async def running_cluster(
     tmp_dir: Path, model: Path, *, sections: dict[str, dict[str, Any]] | None = None, **options: Any
 ) -> AsyncIterator[Cluster]:
     """A cluster whose processes are restarted never; `sections` go into its config file."""
+    # Leases that hold for an hour: one that nobody gives back is not forgotten by the end of a test.
     merged: dict[str, dict[str, Any]] = {
-        "prefill": {"num_blocks": NUM_BLOCKS},
+        "prefill": {"num_blocks": NUM_BLOCKS, "lease_ttl_s": 3600},
         "decode": {"num_blocks": NUM_BLOCKS},
     }
     for section, settings in (sections or {}).items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -134,6 +135,51 @@ async def test_a_killed_client_gives_everything_back(tmp_path: Path, tiny_tokeni
         # Nothing is left to run, and the steps since the cancel are the one under way and no other.
         assert after.max_steps_to_release <= 2
         assert '"ended": "cancelled"' in cluster.logs()
+
+
+async def test_a_storm_of_leavers_gives_everything_back(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Requests that end by their deadline at any moment leave no block, no lease and no sequence on any worker."""
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", topology="2P2D"
+    ) as cluster:
+        rng = random.Random(11)
+        ends = [rng.uniform(0.055, 0.15) for _ in range(200)]
+        results = await asyncio.gather(*(leave_after(cluster, seconds) for seconds in ends))
+        assert "deadline_exceeded" in results
+        await cluster.until_idle()
+        answer = await complete(cluster)
+        assert answer.token_ids == fake_tokens(PROMPT, 20, VOCAB_SIZE, None)
+
+
+async def leave_after(cluster: Cluster, seconds: float) -> str:
+    """How a request with so much time ends."""
+    try:
+        answer = await cluster.client.generate_text(
+            PROMPT, max_tokens=400, ignore_eos=True, timeout_s=seconds
+        )
+    except PacelineRpcError as error:
+        return error.code.name.lower()
+    return answer.finish_reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", ["progress", "delta"])
+async def test_a_frozen_worker_changes_no_token(pair: Cluster, tier: str, moment: str) -> None:
+    """A worker that is stopped, not killed, is found out by its silence, and another carries on."""
+    seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
+    answer = asyncio.create_task(stream(pair, seen))
+    await first_event(seen, moment)
+    names = [name for name in pair.local.worker_addresses if name.startswith(tier)]
+    frozen = [pair.local.pids[name] for name in names if await is_busy(pair, name)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert await answer == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_losing_redis_changes_no_token(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

@@ -159,7 +159,7 @@ async def test_no_log_holds_a_prompt_or_an_answer(idle_fake_cluster: Cluster) ->
         secret, max_tokens=30, temperature=0, ignore_eos=True
     )
     with pytest.raises(Exception, match="tokens"):
-        await idle_fake_cluster.client.generate_text(secret * 2000, max_tokens=3)
+        await idle_fake_cluster.client.generate_text(secret * 500, max_tokens=3)
     messages: list[Message] = [{"role": secret, "content": secret}]
     with pytest.raises(Exception, match="role"):
         await idle_fake_cluster.client.generate_text(messages)

@@ -22,6 +22,15 @@ def test_a_release_is_valid_exactly_once(owner: Owner) -> None:
     assert owner.leases.stats().num_late_releases == 1
 
 
+def test_a_lease_is_released_by_its_sequence_too(owner: Owner) -> None:
+    """Who never heard the lease's name ends it by the attempt; another's lease stays, and an unknown attempt is ignored."""
+    lease, other = owner.granted([1]), owner.granted([2])
+    owner.leases.release_sequence(lease.sequence_id)
+    owner.leases.release_sequence(lease.sequence_id)
+    assert owner.ended == [lease.sequence_id]
+    assert owner.leases.release([lease.lease_id, other.lease_id]) == [LeaseState.EXPIRED, LeaseState.VALID]
+
+
 def test_an_unknown_lease_is_expired(owner: Owner) -> None:
     """Nothing that names a lease which was never granted does anything but say so."""
     unknown = LeaseId("0" * 32)

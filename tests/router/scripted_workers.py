@@ -197,8 +197,8 @@ class ScriptedWorker(
         self, request: kv_transfer_pb2.ReleaseLeasesRequest, context: Context
     ) -> kv_transfer_pb2.ReleaseLeasesResponse:
         """Keeps the leases that come back."""
-        for lease_id in request.lease_ids:
-            self._note(self.released, lease_id)
+        for ref in request.attempts:
+            self._note(self.released, f"lease-{ref.request_id}-{ref.attempt}")
         return kv_transfer_pb2.ReleaseLeasesResponse()
 
     async def Pull(  # noqa: N802

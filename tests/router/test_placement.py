@@ -1,6 +1,7 @@
 """Which workers a request goes to."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,13 @@ def test_what_was_sent_counts_before_it_is_reported() -> None:
     reported = make_worker("p1", num_pending_tokens=20, num_assigned_tokens=10)
     assert (sent.num_queued_tokens, reported.num_queued_tokens) == (30, 20)
     assert _place(_prompt(), prefill=[sent, reported])[0] == "p1"
+
+
+def test_a_worker_where_the_last_attempt_failed_comes_last() -> None:
+    """Whatever it holds and however idle it seems: it is chosen only when there is no other."""
+    failed = replace(_prompt(p0=9), failed_on=frozenset({"p0"}))
+    assert _place(failed)[0] == "p1"
+    assert _place(failed, prefill=[PREFILL[0]])[0] == "p0"
 
 
 # -- which decode worker

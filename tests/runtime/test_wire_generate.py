@@ -25,6 +25,7 @@ Generate = inference_pb2.GenerateRequest
 Sampling = generation_pb2.SamplingParams
 Stopping = generation_pb2.StopConditions
 User = inference_pb2.ChatMessage(role="user", content="hello")
+Long = inference_pb2.ChatMessage(role="user", content="x" * 600)
 
 
 def _parse(message: inference_pb2.GenerateRequest) -> Request:
@@ -202,10 +203,11 @@ def test_what_cannot_be_served_is_refused_with_its_reason(
         (Generate(text="x" * 1001), {"limit": "1000", "given": "1001", "unit": "bytes"}),
         (Generate(text="é" * 501), {"limit": "1000", "given": "1002", "unit": "bytes"}),
         (Generate(text="x" * 10_000_000), {"limit": "1000", "given": "10000000", "unit": "bytes"}),
-        (_chat(*[User] * 201), {"limit": "1000", "given": "1005", "unit": "bytes"}),
+        (_chat(User, *[Long] * 2), {"limit": "1000", "given": "1205", "unit": "bytes"}),
+        (_chat(*[User] * 100), {"limit": "99", "given": "100", "unit": "messages"}),
         (_ids(*range(100)), {"limit": "99", "given": "100", "unit": "tokens"}),
     ],
-    ids=["letters", "bytes-not-letters", "10-mb", "chat", "tokens"],
+    ids=["letters", "bytes-not-letters", "10-mb", "chat", "messages", "tokens"],
 )
 def test_a_prompt_over_the_limit_is_refused_with_both_numbers(
     message: inference_pb2.GenerateRequest, facts: dict[str, str]
