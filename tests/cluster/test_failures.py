@@ -87,8 +87,17 @@ async def finish_of(
             return event.finish, migrations
 
 
-@pytest.mark.parametrize("moment", ["progress", "prefill_done", "delta"])
-@pytest.mark.parametrize("tier", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("tier", "moment"),
+    [
+        ("prefill", "progress"),
+        ("decode", "delta"),
+        pytest.param("prefill", "prefill_done", marks=pytest.mark.slow),
+        pytest.param("prefill", "delta", marks=pytest.mark.slow),
+        pytest.param("decode", "progress", marks=pytest.mark.slow),
+        pytest.param("decode", "prefill_done", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_killed_worker_changes_no_token(pair: Cluster, tier: str, moment: str) -> None:
     """A worker is killed while it computes, hands over or generates: the stream goes on with the oracle's tokens."""
     seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
