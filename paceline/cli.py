@@ -6,16 +6,15 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
+from paceline.cli_options import generate_options, make_parser
 from paceline.client import (
-    DEFAULT_ADDRESS,
-    DEFAULT_TIMEOUT_S,
     Completion,
     GenerateOptions,
     Message,
@@ -23,37 +22,16 @@ from paceline.client import (
     Prompt,
 )
 from paceline.client_error import PacelineRpcError
+from paceline.v1 import generation_pb2
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
 EXIT_PIPE_CLOSED = 141  # and one that SIGPIPE ended
 
-_GENERATE_EXAMPLES = """\
-examples:
-  ./run generate "What is the capital of France?"
-  ./run generate --system "Answer in one word." "The colour of the sky?"
-  ./run generate - < question.txt               read the prompt from stdin
-  ./run generate --raw "Once upon a time"       continue a text, without the chat template
-  ./run generate --temperature 0.8 --seed 7 "Tell me a joke."
-  ./run generate --stop $'\\n' --max-tokens 40 "Name a river."
-  ./run generate --json "Hello" | jq .usage     one JSON object, once the answer is complete
-
-Ctrl-C cancels the request on the server and exits with 130. Errors are one line on stderr and exit 1.
-"""
-_CHAT_EXAMPLES = """\
-examples:
-  ./run chat
-  ./run chat --system "You are a patient teacher." --temperature 0.7
-
-Ctrl-C while an answer comes cancels it on the server, keeps what was shown and returns to the prompt.
-Ctrl-C or Ctrl-D at the prompt leaves.
-"""
-_SYSTEM_HELP = "a system message that comes before everything else"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit status."""
-    args = _parser().parse_args(argv)
+    args = make_parser(generate=_generate, chat=_chat).parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     try:
@@ -79,9 +57,9 @@ def _generate(args: argparse.Namespace) -> None:
 async def _one_answer(args: argparse.Namespace, prompt: Prompt) -> None:
     async with PacelineClient(args.address) as client:
         if args.json:
-            _show(_as_json(await client.generate_text(prompt, **_options(args))) + "\n")
+            _show(_as_json(await client.generate_text(prompt, **generate_options(args))) + "\n")
         else:
-            await _show_answer(client, prompt, _options(args), [])
+            await _show_answer(client, prompt, generate_options(args), [])
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -133,7 +111,7 @@ def _take_turn(
     asked: list[Message] = [*messages, {"role": "user", "content": question}]
     shown: list[str] = []
     try:
-        runner.run(_show_answer(client, asked, _options(args), shown))
+        runner.run(_show_answer(client, asked, generate_options(args), shown))
     except KeyboardInterrupt:
         _show("\n")
     except PacelineRpcError as error:
@@ -162,18 +140,6 @@ def _system(args: argparse.Namespace) -> list[Message]:
     return [{"role": "system", "content": args.system}] if args.system else []
 
 
-def _options(args: argparse.Namespace) -> GenerateOptions:
-    return GenerateOptions(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        stop=args.stop,
-        timeout_s=args.timeout,
-    )
-
-
 def _as_json(completion: Completion) -> str:
     return json.dumps(
         {
@@ -182,10 +148,19 @@ def _as_json(completion: Completion) -> str:
             "token_ids": completion.token_ids,
             "finish_reason": completion.finish_reason,
             "matched_stop": completion.matched_stop,
+            "logprobs": [_logprob(each) for each in completion.logprobs],
             "usage": _fields(completion.usage),
             "timeline": _fields(completion.timeline),
         }
     )
+
+
+def _logprob(message: generation_pb2.TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": message.token_id,
+        "logprob": message.logprob,
+        "top": [{"token_id": top.token_id, "logprob": top.logprob} for top in message.top],
+    }
 
 
 def _fields(message: ProtoMessage) -> dict[str, Any]:
@@ -209,73 +184,6 @@ def _fail(line: str) -> int:
 def _forget_stdout() -> None:
     """Python flushes stdout once more when it exits; let that go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="./run", description="Talk to a Paceline server.")
-    commands = parser.add_subparsers(required=True, metavar="generate | chat")
-    shared = _shared_options()
-    layout = argparse.RawDescriptionHelpFormatter
-    generate = commands.add_parser(
-        "generate", parents=[shared], epilog=_GENERATE_EXAMPLES, formatter_class=layout, help="one answer"
-    )
-    generate.add_argument("prompt", help="what to ask; - reads it from stdin")
-    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
-    layouts = generate.add_mutually_exclusive_group()
-    layouts.add_argument("--system", metavar="TEXT", help=_SYSTEM_HELP)
-    layouts.add_argument("--raw", action="store_true", help="continue the text, without a chat template")
-    generate.set_defaults(run=_generate)
-    chat = commands.add_parser(
-        "chat", parents=[shared], epilog=_CHAT_EXAMPLES, formatter_class=layout, help="a conversation"
-    )
-    chat.add_argument("--system", metavar="TEXT", help=_SYSTEM_HELP)
-    chat.set_defaults(run=_chat)
-    return parser
-
-
-def _shared_options() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
-    add = shared.add_argument
-    add("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="where the server is (%(default)s)")
-    add(
-        "--max-tokens", type=_natural(32), metavar="N", help="most tokens of an answer (the server's default)"
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 always takes the best token (%(default)s)",
-    )
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum up to P")
-    add("--top-k", type=_natural(32), metavar="K", help="sample from the K likeliest tokens")
-    add("--seed", type=_natural(64), metavar="N", help="the same seed gives the same answer")
-    add(
-        "--stop",
-        action="append",
-        metavar="TEXT",
-        help="end the answer before TEXT; may be given several times",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="S",
-        help="seconds for an answer (%(default)g)",
-    )
-    return shared
-
-
-def _natural(bits: int) -> Callable[[str], int]:
-    """Parses a number that the wire can carry; argparse takes the name for its message."""
-
-    def number(text: str) -> int:
-        value = int(text)
-        if not 0 <= value < 1 << bits:
-            raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^{bits} - 1")
-        return value
-
-    return number
 
 
 if __name__ == "__main__":
