@@ -10,6 +10,7 @@ import redis.asyncio
 
 from paceline.client import Completion
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
+from tests.prefix_index.conftest import EmbeddedRedis
 from tests.tiny_model import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -102,3 +103,24 @@ async def test_lies_in_the_table_cost_no_token(cluster: Cluster) -> None:
             for field, value in (("prefill-1", "12345:3"), ("nobody", "1:1"), ("prefill-0", "garbage")):
                 await table.hset(key, field, value)
     assert (await complete(cluster, (*FIRST, 8))).timeline.attempts == 1
+
+
+async def test_a_redis_of_the_users_own_serves_as_well(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path
+) -> None:
+    """With --redis no server is started, the table is in the one that was named, and that one outlives the cluster."""
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    try:
+        async with running_cluster(
+            tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", redis=server.url
+        ) as cluster:
+            assert "redis" not in cluster.local.pids
+            await complete(cluster, FIRST)
+            async with redis.asyncio.from_url(server.url, decode_responses=True) as table:
+                async with asyncio.timeout(PATIENCE_S):
+                    while set(await holders(table)) != {"prefill-0", "decode-0"}:
+                        pass
+        async with redis.asyncio.from_url(server.url) as table:
+            assert await table.ping()
+    finally:
+        server.kill()
