@@ -1,6 +1,7 @@
 """The default model through the whole cluster, against transformers on the same weights."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,16 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def oracles(model_dir: Path) -> list[Oracle]:
-    """Greedy answers of transformers.generate in float32, one prompt at a time."""
+    """Greedy answers of transformers.generate in float32, one prompt at a time, on all cores: the cluster is idle."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        return _ask_transformers(model_dir)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _ask_transformers(model_dir: Path) -> list[Oracle]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     text_ids = tokenizer.encode(TEXT_FILE.read_text())
