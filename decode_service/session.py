@@ -11,7 +11,12 @@ from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
-from paceline.runtime.wire import finish_reason_to_proto, logprob_to_proto, spec_from_proto, ticket_from_proto
+from paceline.runtime.wire_internal import (
+    finish_reason_to_proto,
+    logprob_to_proto,
+    spec_from_proto,
+    ticket_from_proto,
+)
 from paceline.v1 import decode_pb2
 from paceline.worker.worker import Worker
 

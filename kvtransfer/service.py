@@ -12,7 +12,7 @@ from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
 from paceline.runtime.grpc_status import abort_with
-from paceline.runtime.wire import fingerprint_from_proto
+from paceline.runtime.wire_internal import fingerprint_from_proto
 from paceline.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 

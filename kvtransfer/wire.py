@@ -2,7 +2,7 @@
 
 from kvtransfer.chunks import KvChunk, KvMessage, LeaseState, PullEnd
 from paceline.core.errors import KvLostError
-from paceline.runtime.wire import first_token_from_proto, first_token_to_proto
+from paceline.runtime.wire_internal import first_token_from_proto, first_token_to_proto
 from paceline.v1 import kv_transfer_pb2
 
 

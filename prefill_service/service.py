@@ -12,7 +12,7 @@ from paceline.core.ticket import KvTicket
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import abort_with
-from paceline.runtime.wire import first_token_to_proto, spec_from_proto, ticket_to_proto
+from paceline.runtime.wire_internal import first_token_to_proto, spec_from_proto, ticket_to_proto
 from paceline.v1 import prefill_pb2, prefill_pb2_grpc
 from paceline.worker.events import EventQueue
 from paceline.worker.worker import Worker

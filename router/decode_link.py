@@ -10,7 +10,7 @@ from paceline.core.errors import DrainingError, PacelineError, PeerLostError, Sl
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
-from paceline.runtime.wire import spec_to_proto, ticket_to_proto
+from paceline.runtime.wire_internal import spec_to_proto, ticket_to_proto
 from paceline.v1 import decode_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from paceline.core.request import FinishReason, StopConditions
-from paceline.runtime.wire import finish_reason_to_proto, logprob_to_proto
+from paceline.runtime.wire_internal import finish_reason_to_proto, logprob_to_proto
 from paceline.v1 import inference_pb2
 from router.detokenizer import Detokenizer
-from router.dispatcher import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
+from router.job import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
 

@@ -25,7 +25,8 @@ from paceline.runtime.wire import parse_generate, parse_tokenize
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, Job
+from router.dispatcher import Dispatcher
+from router.job import Job
 from router.output import OutputStream
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from paceline.core.request import BootEpoch, WorkerId
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
-from paceline.runtime.wire import fingerprint_from_proto
+from paceline.runtime.wire_internal import fingerprint_from_proto
 from paceline.v1 import inference_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.assignments import Assignments

@@ -13,7 +13,7 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.ticket import KvTicket
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
-from paceline.runtime.wire import fingerprint_to_proto
+from paceline.runtime.wire_internal import fingerprint_to_proto
 from paceline.v1 import kv_transfer_pb2
 from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 

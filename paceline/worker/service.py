@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from paceline.runtime.wire import fingerprint_to_proto
+from paceline.runtime.wire_internal import fingerprint_to_proto
 from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from paceline.worker.worker import Worker
 

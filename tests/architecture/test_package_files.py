@@ -10,8 +10,6 @@ MAX_LINES = 300
 # Longer ones, each with its reason. A file that comes to be longer is split, or gets a line here.
 LONG_FILES = {
     "paceline/engine/scheduler.py": "one decision, whose parts are only understood together",
-    "paceline/runtime/wire.py": "the only place where messages become values, field by field",
-    "router/dispatcher.py": "the only place that knows the order of the tiers, and what follows when one fails",
 }
 
 

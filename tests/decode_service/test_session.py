@@ -16,7 +16,12 @@ from paceline.engine.events import Event, Reserved
 from paceline.engine.fake import FakeModelRunner
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.channels import Channels
-from paceline.runtime.wire import finish_reason_from_proto, spec_to_proto, ticket_from_proto, ticket_to_proto
+from paceline.runtime.wire_internal import (
+    finish_reason_from_proto,
+    spec_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
 from paceline.v1 import decode_pb2, prefill_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub

@@ -13,7 +13,7 @@ from paceline.core.request import FinishReason, FirstToken, LeaseId, SequenceSpe
 from paceline.engine.fake import FakeModelRunner
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
-from paceline.runtime.wire import first_token_from_proto, spec_to_proto, ticket_from_proto
+from paceline.runtime.wire_internal import first_token_from_proto, spec_to_proto, ticket_from_proto
 from paceline.v1 import prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from paceline.worker.worker import Worker

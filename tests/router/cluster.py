@@ -10,7 +10,8 @@ from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.v1 import inference_pb2
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, DispatchEvent, Job, Tokens
+from router.dispatcher import Dispatcher
+from router.job import DispatchEvent, Job, Tokens
 from router.timeline import RequestTimeline
 from router.workers import WorkerRegistry
 from tests.router.scripted_workers import ScriptedWorker

@@ -11,7 +11,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.request import FinishReason, FirstToken, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import abort_with
-from paceline.runtime.wire import (
+from paceline.runtime.wire_internal import (
     fingerprint_to_proto,
     finish_reason_to_proto,
     first_token_to_proto,

@@ -22,7 +22,7 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, FinishReason, SequenceSpec, WorkerId
 from paceline.v1.prefill_pb2 import PrefillResponse
-from router.dispatcher import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
+from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from tests.factories import BLOCK_SIZE, FINGERPRINT, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster, token_ids
 from tests.router.scripted_workers import (

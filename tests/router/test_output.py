@@ -5,7 +5,7 @@ import pytest
 from paceline.core.clock import ManualClock
 from paceline.core.request import FinishReason, StopConditions
 from paceline.v1 import generation_pb2, inference_pb2
-from router.dispatcher import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
+from router.job import DispatchEvent, Placed, PromptComputed, PromptProgress, Tokens
 from router.output import OutputStream
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from paceline.core.request import (
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
-from paceline.runtime.wire import (
+from paceline.runtime.wire_internal import (
     fingerprint_from_proto,
     fingerprint_to_proto,
     finish_reason_from_proto,
