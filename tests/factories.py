@@ -30,6 +30,7 @@ FINGERPRINT = ModelFingerprint(
     dtype="float32",
     block_size=BLOCK_SIZE,
     kv_layout="l",
+    arithmetic="fast",
 )
 
 

@@ -17,6 +17,7 @@ class ModelFingerprint:
     dtype: str
     block_size: int
     kv_layout: str
+    arithmetic: str  # "fast", or in exact mode a digest of the bits that this machine computes
 
     def digest(self) -> bytes:
         """One name for all of it, 16 bytes."""

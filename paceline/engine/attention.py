@@ -5,7 +5,7 @@ form here is the reference; faster kernels must equal it.
 """
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class AttentionContext:
 
     cache: KVCache
     batch: ForwardBatch
+    shared: dict[Any, Any] = field(default_factory=dict)  # what a layer works out for those after it
 
 
 current_attention: ContextVar[AttentionContext] = ContextVar("current_attention")
@@ -65,6 +66,20 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer over the whole ragged batch; [1, num_tokens, num_heads, value_dim]."""
+    context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
+    parts = [_attend_sequence(context.cache, layer, query[0], part, rules) for part in context.batch.queries]
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def store_tokens(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[AttentionContext, int, AttentionRules]:
+    """Puts the new keys and values where they belong; gives the pass, the layer and the rules that the call is about."""
     context = current_attention.get()
     assert attention_mask is None, "no mask function is registered, so none is built"
     assert query.shape[2] == len(context.batch.token_ids), "a layer computes every token of the batch"
@@ -74,8 +89,7 @@ def paged_attention(
     context.cache.write_tokens(
         layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
-    parts = [_attend_sequence(context.cache, layer, query[0], part, rules) for part in context.batch.queries]
-    return torch.cat(parts).unsqueeze(0), None
+    return context, layer, rules
 
 
 def read_rules(layer: LayerKV, kwargs: dict[str, Any]) -> AttentionRules:

@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
+from paceline.engine.exact.model import make_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.probe import probe_layers
 
@@ -33,7 +34,7 @@ class LoadedModel:
     max_model_tokens: int
 
 
-def load_model(directory: Path, dtype: str, block_size: int) -> LoadedModel:
+def load_model(directory: Path, dtype: str, block_size: int, exactness: str = "fast") -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory.
@@ -41,10 +42,12 @@ def load_model(directory: Path, dtype: str, block_size: int) -> LoadedModel:
     model = _from_pretrained(directory, dtype)
     layout = use_paged_attention(model, dtype, block_size)
     eos_token_ids = _eos_token_ids(directory, model)
+    if exactness == "exact":
+        make_exact(model)
     return LoadedModel(
         model=model,
         layout=layout,
-        fingerprint=fingerprint_of(directory, layout, eos_token_ids),
+        fingerprint=fingerprint_of(directory, layout, eos_token_ids, exactness),
         eos_token_ids=eos_token_ids,
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
@@ -73,7 +76,9 @@ def max_tokens_of(model: PreTrainedModel) -> int:
     return min([longest, *limits])
 
 
-def fingerprint_of(directory: Path, layout: KVLayout, eos_token_ids: frozenset[int]) -> ModelFingerprint:
+def fingerprint_of(
+    directory: Path, layout: KVLayout, eos_token_ids: frozenset[int], exactness: str
+) -> ModelFingerprint:
     """Digests of the directory's files by content."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     # Both tiers decide where an output ends, so they must agree on it.
@@ -86,6 +91,7 @@ def fingerprint_of(directory: Path, layout: KVLayout, eos_token_ids: frozenset[i
         dtype=layout.dtype,
         block_size=layout.block_size,
         kv_layout=layout.digest(),
+        arithmetic=exactness,
     )
 
 

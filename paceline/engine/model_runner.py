@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
-from paceline.engine.attention import ATTENTION_NAME, AttentionContext, current_attention
+from paceline.engine.attention import AttentionContext, current_attention
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.probe import takes_rows
@@ -60,13 +60,14 @@ def require_same_as_transformers(runner: ModelRunner, model: PreTrainedModel, la
     vocab_size = model.config.get_text_config().vocab_size
     prompts = [[(7 * i + start) % vocab_size for i in range(layout.block_size + 3)] for start in (1, 5)]
     ours = _paged_logits(runner, prompts, layout)
+    attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     model.set_attn_implementation("eager")
     try:
         theirs = torch.stack(
             [model(torch.tensor([prompt]), use_cache=False).logits[0, -1] for prompt in prompts]
         )
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(attention)
     error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
     if not error <= _TOLERANCE[layout.dtype]:
         raise UnsupportedModelError(

@@ -74,6 +74,7 @@ def fingerprint_to_proto(fingerprint: ModelFingerprint) -> engine_pb2.ModelFinge
         dtype=fingerprint.dtype,
         block_size=fingerprint.block_size,
         kv_layout=fingerprint.kv_layout,
+        arithmetic=fingerprint.arithmetic,
     )
 
 
@@ -87,6 +88,7 @@ def fingerprint_from_proto(message: engine_pb2.ModelFingerprint) -> ModelFingerp
         dtype=message.dtype,
         block_size=message.block_size,
         kv_layout=message.kv_layout,
+        arithmetic=message.arithmetic,
     )
 
 

@@ -1,0 +1,142 @@
+"""Watches one forward pass of a model and finds every operation that exact mode has no reason to trust.
+
+An operation is trusted when it moves numbers, computes each element by one correctly rounded step or by a function that
+is seen to give the same bits at any place, or reduces along the last axis, which belongs to one token. The others must be
+inside a module that is exact by its own means.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, PreTrainedModel
+
+from paceline.core.errors import UnsupportedModelError
+from paceline.engine.exact.modules import make_functions_exact
+from paceline.engine.exact.tiled import in_exact_function, placeless
+
+_CENSUS_NAME = "paceline_census"
+
+# They move numbers, make them from nothing, compare them, or cast them.
+_MOVES = frozenset(
+    """_to_copy arange cat clone constant_pad_nd copy_ detach embedding empty empty_like eq expand fill_ full full_like
+    ge gather gt index index_put_ index_select isin le lift_fresh lt masked_fill masked_fill_ ne new_empty new_full
+    new_ones new_zeros ones ones_like repeat repeat_interleave roll scalar_tensor scatter slice sort split stack topk
+    tril triu where zero_ zeros zeros_like _unsafe_view""".split()
+)
+# One rounding, or none, for each element.
+_STEPS = frozenset("abs add add_ clamp clamp_min div div_ maximum minimum mul mul_ neg relu rsub sqrt sub sub_".split())
+_LAST_AXIS = frozenset(
+    "_softmax _log_softmax amax _fused_rms_norm linalg_vector_norm mean native_layer_norm sum".split()
+)
+_PRODUCTS = frozenset("bmm mm".split())
+# They take a number out of the tensors, and so can steer what follows for the whole batch.
+_STEERS = frozenset("_local_scalar_dense is_nonzero equal".split())
+# Experts loop over the tokens that are theirs, in the order of the experts; a token comes once to each.
+_IN_EXPERTS = frozenset("_local_scalar_dense index_add_ nonzero".split())
+
+
+class Census(TorchDispatchMode):
+    """Notes each operation that is not trusted, with the innermost module that ran it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, nn.Module]] = set()
+        self._running: list[nn.Module] = []
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module begins."""
+        self._running.append(module)
+
+    def leave(self, *_: Any) -> None:
+        """It ends."""
+        self._running.pop()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation."""
+        out = func(*args, **(kwargs or {}))
+        name, module = func._schema.name.partition("::")[2], self._running[-1]  # noqa: SLF001 - no public name
+        if in_exact_function.get() or (name in _IN_EXPERTS and hasattr(module, "num_experts")):
+            return out
+        if not _is_trusted(func, name, args, out):
+            self.found.add((name, module))
+        return out
+
+
+def require_trusted(model: PreTrainedModel) -> None:
+    """Makes the functions exact of modules that need it; raises UnsupportedModelError for what cannot be helped."""
+    for module in {module for _, module in take_census(model)}:
+        make_functions_exact(module)
+    left = {f"{name} in {type(module).__name__}" for name, module in take_census(model)}
+    if left:
+        places = ", ".join(sorted(left))
+        raise UnsupportedModelError(
+            f"exact mode cannot serve {type(model).__name__}: what a token gets from {places} may depend on its batch"
+        )
+
+
+@torch.no_grad()
+def take_census(model: PreTrainedModel) -> set[tuple[str, nn.Module]]:
+    """The operations of one forward pass that are not trusted, each with the module that ran it."""
+    census = Census()
+    handles = [
+        handle
+        for module in model.modules()
+        for handle in (
+            module.register_forward_pre_hook(census.enter),
+            module.register_forward_hook(census.leave, always_call=True),
+        )
+    ]
+    name = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+    AttentionInterface.register(_CENSUS_NAME, _no_attention)
+    model.set_attn_implementation(_CENSUS_NAME)
+    token_ids, positions = torch.tensor([[0, 1, 2]]), torch.arange(3)[None]
+    try:
+        with census:
+            model(input_ids=token_ids, position_ids=positions, use_cache=False)
+    finally:
+        model.set_attn_implementation(name)
+        for handle in handles:
+            handle.remove()
+    return census.found
+
+
+def _is_trusted(func: Any, name: str, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether the operation gives a token the same bits in any batch."""
+    tensors = [each for each in (*args, out) if isinstance(each, Tensor)]
+    if name in _STEERS:
+        return False
+    if func.is_view or name in _MOVES | _STEPS or not any(each.is_floating_point() for each in tensors):
+        return True
+    if name in _LAST_AXIS:
+        return _is_last_axis(name, args)
+    if name in _PRODUCTS:
+        return int(args[0].shape[-1]) == 1
+    return name in placeless(tensors[0].dtype)
+
+
+def _no_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    del module, key
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _is_last_axis(name: str, args: tuple[Any, ...]) -> bool:
+    x, rest = args[0], args[1:]
+    if name in {"native_layer_norm", "_fused_rms_norm"}:
+        return len(rest[0]) == 1
+    if name == "linalg_vector_norm":
+        rest = rest[1:]
+    axes = rest[0] if rest else None
+    axes = [axes] if isinstance(axes, int) else axes
+    return axes is not None and [axis % x.dim() for axis in axes] == [x.dim() - 1]
