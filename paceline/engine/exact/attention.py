@@ -10,7 +10,6 @@ not see adds nothing, to the bit. Everything between the products is in float32.
     tile of a chunk:      [t t t t]            meets splits 0, 1, and for some of its tokens 1 adds nothing
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,26 +31,11 @@ _MIN_SPLIT_TOKENS = 128
 _CHUNK_TILE_TOKENS = 32
 _ROW_MULTIPLE = 8  # lower products are often computed by kernels of their own
 _ITEM_RUNGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_MASKED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The tiles of one height, and the items of work: each tile with each of its splits, in order.
-
-    Rows and positions repeat the last token where a tile is not full.
-    """
-
-    rows: Tensor  # [num_tiles, tile_tokens], rows of the batch
-    positions: Tensor  # [num_tiles, tile_tokens]
-    tile: Tensor  # [num_items]
-    ordinal: Tensor  # [num_items], which of its tile's items it is
-    first_key: Tensor  # [num_items], position of the split's first token
-    seen: Tensor  # [num_items, 2], the positions [from, to) that any token of the tile may see
-    blocks: Tensor  # [num_items, split_tokens // block_size]; 0 stands for those that there are not
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
+class Geometry:
     """All that shapes a product, beside the number of items."""
 
     num_kv_heads: int
@@ -59,6 +43,36 @@ class _Geometry:
     key_dim: int
     value_dim: int
     split_tokens: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Items of work that are computed at once: each is a tile and one of its splits.
+
+    In the first `num_whole` of them every token of the tile sees every token of the split.
+    """
+
+    tile: Tensor  # [num_items]
+    ordinal: Tensor  # [num_items], which of its tile's items it is
+    blocks: Tensor  # [num_items, split_tokens // block_size]; 0 stands for those that there are not
+    num_whole: int
+    hidden: Tensor  # [the other items, 1, rows, split_tokens], True where the token of a row may not look
+    unseen: Tensor  # [the other items, 1, split_tokens, 1], True where no token of the tile may look
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tiles of one height, and what is to be done. A tile that is not full repeats its last token."""
+
+    rows: Tensor  # [num_tiles, tile_tokens], rows of the batch
+    max_items: int  # that a tile has
+    calls: tuple[Call, ...]
+
+    @property
+    def tile_tokens(self) -> int:
+        """Its height."""
+        return self.rows.shape[1]
 
 
 def exact_paged_attention(
@@ -69,129 +83,172 @@ def exact_paged_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of attention.py's paged_attention, with the same arguments and the same result but for rounding."""
+    """In place of attention.py's paged_attention: the same arguments, and the same result but for rounding."""
     context, layer = store_tokens(module, key, value, attention_mask)
     rules = read_rules(query.shape[-1], kwargs)
-    if rules.window not in context.shared:
-        context.shared[rules.window] = make_plans(
-            context.batch, context.cache.layout.block_size, rules.window
-        )
-    plans = context.shared[rules.window]
-    return exact_attention(context.cache, layer, query[0].transpose(0, 1), plans, rules).unsqueeze(0), None
+    geometry = _geometry_of(context.cache, layer, num_heads=query.shape[1])
+    if (geometry, rules.window) not in context.shared:
+        context.shared[geometry, rules.window] = make_plans(context.batch, geometry, rules.window)
+    plans = context.shared[geometry, rules.window]
+    out = exact_attention(context.cache, layer, query[0].transpose(0, 1), plans, geometry, rules)
+    return out.unsqueeze(0), None
 
 
-def make_plans(batch: ForwardBatch, block_size: int, window: int | None) -> tuple[Plan, ...]:
+def exact_attention(
+    cache: KVCache,
+    layer: int,
+    query: Tensor,
+    plans: tuple[Plan, ...],
+    geometry: Geometry,
+    rules: AttentionRules,
+) -> Tensor:
+    """query [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
+    out = query.new_empty(*query.shape[:2], geometry.value_dim)
+    for plan in plans:
+        tiles = _stack_heads(query[plan.rows].float() * rules.scaling, geometry)
+        attended = _attend_tiles(cache, layer, tiles, plan, geometry, rules)
+        # A row that fills up a tile is a copy of the last one and has its bits: it does not matter which is stored.
+        out[plan.rows] = _unstack_heads(attended, plan.tile_tokens, geometry).to(query.dtype)
+    return out
+
+
+def _geometry_of(cache: KVCache, layer: int, num_heads: int) -> Geometry:
+    block_size, num_kv_heads, value_dim = cache.values[layer].shape[1:]
+    split_tokens = -(-_MIN_SPLIT_TOKENS // block_size) * block_size
+    key_dim = cache.keys[layer].shape[3]
+    return Geometry(num_kv_heads, num_heads // num_kv_heads, key_dim, value_dim, split_tokens, block_size)
+
+
+# -- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    tile: int
+    ordinal: int
+    first_key: int
+    seen_from: int  # the positions [seen_from, seen_to) that any token of the tile may see
+    seen_to: int
+    is_whole: bool
+    blocks: Tensor
+
+
+def make_plans(batch: ForwardBatch, geometry: Geometry, window: int | None) -> tuple[Plan, ...]:
     """One for the decodes and one for the chunks, where there are any."""
     decodes = [part for part in batch.queries if part.last - part.first == 1]
     chunks = [part for part in batch.queries if part.last - part.first > 1]
     groups = ((decodes, 1), (chunks, _CHUNK_TILE_TOKENS))
-    return tuple(_make_plan(parts, tokens, block_size, window) for parts, tokens in groups if parts)
+    return tuple(_make_plan(parts, height, geometry, window) for parts, height in groups if parts)
 
 
-def exact_attention(
-    cache: KVCache, layer: int, query: Tensor, plans: tuple[Plan, ...], rules: AttentionRules
-) -> Tensor:
-    """query [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
-    num_tokens, num_heads, key_dim = query.shape
-    num_kv_heads, value_dim = cache.values[layer].shape[2:]
-    split = split_tokens(cache.layout.block_size)
-    geometry = _Geometry(num_kv_heads, num_heads // num_kv_heads, key_dim, value_dim, split)
-    out = query.new_empty(num_tokens, num_heads, value_dim)
-    for plan in plans:
-        # A row that fills up a tile is a copy of the last one and has its bits: it does not matter which is stored.
-        tiles = _stack_heads(query[plan.rows].float(), geometry)
-        attended = _attend_tiles(cache, layer, tiles, plan, geometry, rules)
-        out[plan.rows] = _unstack_heads(attended, plan.rows.shape[1], geometry).to(query.dtype)
-    return out
-
-
-def split_tokens(block_size: int) -> int:
-    """Whole blocks."""
-    return -(-_MIN_SPLIT_TOKENS // block_size) * block_size
-
-
-# -- what to compute
-
-
-def _make_plan(parts: list[QueryRange], tile_tokens: int, block_size: int, window: int | None) -> Plan:
-    split = split_tokens(block_size)
-    rows, positions, items, blocks = [], [], [], []
+def _make_plan(parts: list[QueryRange], height: int, geometry: Geometry, window: int | None) -> Plan:
+    rows: list[Tensor] = []
+    positions: list[Tensor] = []
+    items: list[_Item] = []
     for part in parts:
-        table = functional.pad(part.block_table, (0, -len(part.block_table) % (split // block_size)))
-        table = table.view(-1, split // block_size)
         start = part.context - (part.last - part.first)
-        for first in range(start, part.context, tile_tokens):
-            last = min(first + tile_tokens, part.context) - 1
-            mine = torch.arange(first, first + tile_tokens).clamp(max=last)
-            seen_from = 0 if window is None else max(0, first - window + 1)
-            splits = range(seen_from // split, last // split + 1)
-            items += [(len(rows), i, each * split, seen_from, last + 1) for i, each in enumerate(splits)]
-            blocks.append(table[splits.start : splits.stop])
-            rows.append(mine - start + part.first)
-            positions.append(mine)
-    tile, ordinal, first_key, seen_from_, seen_to = torch.tensor(items).unbind(1)
-    return Plan(
-        rows=torch.stack(rows),
-        positions=torch.stack(positions),
+        splits = _splits_of(part.block_table, geometry)
+        for first in range(start, part.context, height):
+            last = min(first + height, part.context) - 1
+            items += _items_of(len(rows), first, last, splits, geometry, window)
+            positions.append(torch.arange(first, first + height).clamp(max=last))
+            rows.append(positions[-1] - start + part.first)
+    # Whole ones first: in a call, the others stand together at its end.
+    items.sort(key=lambda item: not item.is_whole)
+    rungs = agreeing_items(geometry, height, torch.get_num_threads())
+    row_positions = _fill_rows(torch.stack(positions).repeat_interleave(geometry.group, 1), axis=1)
+    calls = tuple(
+        _make_call(_repeat_last(items[first:last], size), row_positions, geometry, window)
+        for first, last, size in cover(len(items), rungs)
+    )
+    return Plan(torch.stack(rows), max(item.ordinal for item in items) + 1, calls)
+
+
+def _splits_of(block_table: Tensor, geometry: Geometry) -> Tensor:
+    """[num_splits, blocks of a split]"""
+    num_blocks = geometry.split_tokens // geometry.block_size
+    return functional.pad(block_table, (0, -len(block_table) % num_blocks)).view(-1, num_blocks)
+
+
+def _items_of(
+    tile: int, first: int, last: int, splits: Tensor, geometry: Geometry, window: int | None
+) -> list[_Item]:
+    """Those of the tile whose tokens stand at positions first to last."""
+    size = geometry.split_tokens
+    seen_from = 0 if window is None else max(0, first - window + 1)
+    all_see_from = 0 if window is None else max(0, last - window + 1)
+    return [
+        _Item(
+            tile=tile,
+            ordinal=ordinal,
+            first_key=split * size,
+            seen_from=seen_from,
+            seen_to=last + 1,
+            is_whole=all_see_from <= split * size and (split + 1) * size <= first + 1,
+            blocks=splits[split],
+        )
+        for ordinal, split in enumerate(range(seen_from // size, last // size + 1))
+    ]
+
+
+def _make_call(items: list[_Item], row_positions: Tensor, geometry: Geometry, window: int | None) -> Call:
+    tile = torch.tensor([item.tile for item in items])
+    num_whole = sum(item.is_whole for item in items)
+    edges = items[num_whole:]
+    first_keys = torch.tensor([item.first_key for item in edges], dtype=torch.long)
+    keys = first_keys.unsqueeze(1) + torch.arange(geometry.split_tokens)
+    distance = row_positions[tile[num_whole:]].unsqueeze(2) - keys.unsqueeze(1)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    seen = torch.tensor([(item.seen_from, item.seen_to) for item in edges], dtype=torch.long).view(-1, 2)
+    return Call(
         tile=tile,
-        ordinal=ordinal,
-        first_key=first_key,
-        seen=torch.stack([seen_from_, seen_to], 1),
-        blocks=torch.cat(blocks),
+        ordinal=torch.tensor([item.ordinal for item in items]),
+        blocks=torch.stack([item.blocks for item in items]),
+        num_whole=num_whole,
+        hidden=hidden.unsqueeze(1),
+        unseen=((keys < seen[:, :1]) | (keys >= seen[:, 1:]))[:, None, :, None],
     )
 
 
-def _visible(plan: Plan, items: Tensor, geometry: _Geometry, num_rows: int, window: int | None) -> Tensor:
-    """[items, 1, num_rows, split_tokens], True where the token of a row may look."""
-    positions = plan.positions[plan.tile[items]].repeat_interleave(geometry.group, 1)
-    positions = functional.pad(positions, (0, num_rows - positions.shape[1]), mode="replicate")
-    distance = positions.unsqueeze(2) - _key_positions(plan, items, geometry).unsqueeze(1)
-    visible = distance >= 0
-    return (visible if window is None else visible & (distance < window)).unsqueeze(1)
+def _repeat_last(items: list[_Item], size: int) -> list[_Item]:
+    """Fills a call up; what is computed twice is stored twice, with the same bits."""
+    return items + items[-1:] * (size - len(items))
 
 
-def _key_positions(plan: Plan, items: Tensor, geometry: _Geometry) -> Tensor:
-    return plan.first_key[items].unsqueeze(1) + torch.arange(geometry.split_tokens)
-
-
-# -- computing it
+# -- doing it
 
 
 def partial_attention(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, rules: AttentionRules
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to one split: the greatest logit, the sum of weights, and the weighted values, for each row.
 
-    query [items, num_kv_heads, rows, key_dim], keys and values [items, num_kv_heads, split_tokens, dim],
-    visible [items, 1, rows, split_tokens].
+    query [items, num_kv_heads, rows, key_dim], scaled; keys and values [items, num_kv_heads, split_tokens, dim];
+    hidden [the last items, 1, rows, split_tokens].
     """
     items, heads = query.shape[:2]
-    logits = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)) * rules.scaling
-    if rules.softcap is not None:
-        logits = torch.tanh(logits / rules.softcap) * rules.softcap
-    logits = logits.unflatten(0, (items, heads)).masked_fill(~visible, float("-inf"))
+    logits = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.unflatten(0, (items, heads))
+    logits[items - len(hidden) :].masked_fill_(hidden, _MASKED)
     highest = logits.amax(-1, keepdim=True)
-    weights = torch.exp(logits - highest.masked_fill(highest == float("-inf"), 0.0))
+    weights = logits.sub_(highest.masked_fill(highest == _MASKED, 0.0)).exp_()
     weighted = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).unflatten(0, (items, heads))
     return highest, weights.sum(-1, keepdim=True), weighted
 
 
 def _attend_tiles(
-    cache: KVCache,
-    layer: int,
-    tiles: Tensor,
-    plan: Plan,
-    geometry: _Geometry,
-    rules: AttentionRules,
+    cache: KVCache, layer: int, tiles: Tensor, plan: Plan, geometry: Geometry, rules: AttentionRules
 ) -> Tensor:
     """[num_tiles, num_kv_heads, rows, value_dim]"""
-    highest, total, weighted = _all_partials(cache, layer, tiles, plan, geometry, rules)
+    highest, total, weighted = _all_partials(cache, layer, tiles, plan, geometry, rules.softcap)
     reference = highest.amax(1)
-    sink = None if rules.sinks is None else _sink_rows(rules.sinks, tiles.shape[2], plan.rows.shape[1], geometry)
+    sink = None if rules.sinks is None else _sink_rows(rules.sinks, plan.tile_tokens, geometry)
     if sink is not None:
         reference = torch.maximum(reference, sink)
     sum_weights, sum_values = torch.zeros_like(reference), torch.zeros_like(weighted[:, 0])
-    for ordinal in range(highest.shape[1]):
+    for ordinal in range(plan.max_items):
         factor = torch.exp(highest[:, ordinal] - reference)
         sum_weights = sum_weights + factor * total[:, ordinal]
         sum_values = sum_values + factor * weighted[:, ordinal]
@@ -202,83 +259,73 @@ def _attend_tiles(
 
 
 def _all_partials(
-    cache: KVCache, layer: int, tiles: Tensor, plan: Plan, geometry: _Geometry, rules: AttentionRules
+    cache: KVCache, layer: int, tiles: Tensor, plan: Plan, geometry: Geometry, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each [num_tiles, most items of a tile, num_kv_heads, rows, 1 or value_dim]; items that are not add nothing."""
+    """Each [num_tiles, max_items, num_kv_heads, rows, 1 or value_dim]; items that a tile has not add nothing."""
     num_tiles, heads, rows, _ = tiles.shape
-    shape = (num_tiles, int(plan.ordinal.max()) + 1, heads, rows)
-    highest, total = tiles.new_full((*shape, 1), float("-inf")), tiles.new_zeros(*shape, 1)
+    shape = (num_tiles, plan.max_items, heads, rows)
+    highest, total = tiles.new_full((*shape, 1), _MASKED), tiles.new_zeros(*shape, 1)
     weighted = tiles.new_zeros(*shape, geometry.value_dim)
-    rungs = _agreeing_items(geometry, plan.rows.shape[1], torch.get_num_threads())
-    for items in _calls(len(plan.tile), rungs):
-        keys, values = _gather(cache, layer, plan, items, geometry)
-        visible = _visible(plan, items, geometry, rows, rules.window)
-        at = plan.tile[items], plan.ordinal[items]
-        highest[at], total[at], weighted[at] = partial_attention(tiles[at[0]], keys, values, visible, rules)
+    for call in plan.calls:
+        keys = _gather(cache.keys[layer], call.blocks)
+        values = _gather(cache.values[layer], call.blocks)
+        # What nobody sees may be left over from anything, and 0 times infinity is not 0.
+        values[call.num_whole :].masked_fill_(call.unseen, 0.0)
+        at = call.tile, call.ordinal
+        highest[at], total[at], weighted[at] = partial_attention(
+            tiles[call.tile], keys, values, call.hidden, softcap
+        )
     return highest, total, weighted
 
 
-def _gather(
-    cache: KVCache, layer: int, plan: Plan, items: Tensor, geometry: _Geometry
-) -> tuple[Tensor, Tensor]:
-    """Each split's keys and values, [items, num_kv_heads, split_tokens, dim]."""
-    blocks = plan.blocks[items]
-    keys, values = (
-        memory[layer][blocks].flatten(1, 2).transpose(1, 2).float() for memory in (cache.keys, cache.values)
-    )
-    # What nobody sees may be left over from anything, and 0 times infinity is not 0.
-    positions, seen = _key_positions(plan, items, geometry), plan.seen[items]
-    unseen = (positions < seen[:, :1]) | (positions >= seen[:, 1:])
-    return keys, values.masked_fill(unseen.unsqueeze(1).unsqueeze(3), 0.0)
-
-
-def _calls(num_items: int, rungs: tuple[int, ...]) -> Iterator[Tensor]:
-    """The items of each call; the last one is repeated where a rung is not full."""
-    for first, _, height in cover(num_items, rungs):
-        yield torch.arange(first, first + height).clamp(max=num_items - 1)
+def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
+    """[num_blocks, block_size, num_kv_heads, dim] at blocks [items, blocks of a split], as float32 by head."""
+    found = memory[blocks].flatten(1, 2).transpose(1, 2)
+    return torch.empty(found.shape).copy_(found)
 
 
 # -- rows: the query heads that share a key head, for each token of a tile
 
 
-def _stack_heads(tiles: Tensor, geometry: _Geometry) -> Tensor:
+def _stack_heads(tiles: Tensor, geometry: Geometry) -> Tensor:
     """[num_tiles, tile_tokens, num_heads, key_dim] to [num_tiles, num_kv_heads, rows, key_dim]."""
     tiles = tiles.unflatten(2, (geometry.num_kv_heads, geometry.group))
-    return _fill_rows(tiles.transpose(1, 2).flatten(2, 3))
+    return _fill_rows(tiles.transpose(1, 2).flatten(2, 3), axis=2)
 
 
-def _unstack_heads(tiles: Tensor, tile_tokens: int, geometry: _Geometry) -> Tensor:
+def _unstack_heads(tiles: Tensor, tile_tokens: int, geometry: Geometry) -> Tensor:
     """[num_tiles, num_kv_heads, rows, value_dim] to [num_tiles, tile_tokens, num_heads, value_dim]."""
     tiles = tiles[:, :, : tile_tokens * geometry.group].unflatten(2, (tile_tokens, geometry.group))
     return tiles.transpose(1, 2).flatten(2, 3)
 
 
-def _sink_rows(sinks: Tensor, num_rows: int, tile_tokens: int, geometry: _Geometry) -> Tensor:
-    """[num_kv_heads, num_rows, 1]"""
+def _sink_rows(sinks: Tensor, tile_tokens: int, geometry: Geometry) -> Tensor:
+    """[num_kv_heads, rows, 1]"""
     rows = sinks.float().view(geometry.num_kv_heads, 1, geometry.group, 1).expand(-1, tile_tokens, -1, 1)
-    return functional.pad(rows.flatten(1, 2), (0, 0, 0, num_rows - tile_tokens * geometry.group))
+    return _fill_rows(rows.flatten(1, 2), axis=1)
 
 
-def _fill_rows(tiles: Tensor) -> Tensor:
-    return functional.pad(tiles, (0, 0, 0, -tiles.shape[2] % _ROW_MULTIPLE))
+def _fill_rows(rows: Tensor, axis: int) -> Tensor:
+    """Zeros up to a multiple that suits a product; nobody reads what becomes of them."""
+    return functional.pad(rows, (0, 0) * (rows.dim() - 1 - axis) + (0, -rows.shape[axis] % _ROW_MULTIPLE))
 
 
 # -- which calls agree
 
 
 @cache
-def _agreeing_items(geometry: _Geometry, tile_tokens: int, num_threads: int) -> tuple[int, ...]:
-    """How many items a call may have: those numbers that give the bits of one item of a full tile.
+def agreeing_items(geometry: Geometry, tile_tokens: int, num_threads: int) -> tuple[int, ...]:
+    """How many items a call may have: those numbers that give the bits of one item with a full tile.
 
     The number of threads is part of the question: it may choose the kernel.
     """
     del num_threads
     with torch.inference_mode():
         query, keys, values = _examples(geometry)
-        whole = torch.cat([_example(query, keys, values, torch.tensor([i])) for i in range(len(query))])
-        tiles = query if tile_tokens > 1 else _fill_rows(query[:, :, : geometry.group])
-        bits = whole if tile_tokens > 1 else whole[:, :, : geometry.group]
-        rungs = tuple(rung for rung in _ITEM_RUNGS if _agree(tiles, keys, values, bits, rung))
+        bits = torch.cat([_example(query, keys, values, index) for index in torch.arange(len(query)).split(1)])
+        if tile_tokens == 1:
+            query, bits = _fill_rows(query[:, :, : geometry.group], axis=2), bits[:, :, : geometry.group]
+        rungs = tuple(rung for rung in _ITEM_RUNGS if _agrees(query, keys, values, bits, rung))
     if 1 not in rungs:
         raise UnsupportedModelError(
             "this machine's attention gives a token other bits alone than in a chunk; exact mode cannot run here"
@@ -286,18 +333,18 @@ def _agreeing_items(geometry: _Geometry, tile_tokens: int, num_threads: int) -> 
     return rungs
 
 
-def _agree(tiles: Tensor, keys: Tensor, values: Tensor, bits: Tensor, rung: int) -> bool:
-    """Whether calls of `rung` items give `bits`, with each item at two places."""
-    order = torch.arange(len(tiles))
-    for items in (*order.split(rung)[:2], *order.flip(0).split(rung)[:2]):
-        if len(items) == rung:
-            out = _example(tiles, keys, values, items)
-            if not torch.equal(out[:, :, : bits.shape[2]], bits[items]):
-                return False
-    return True
+def _agrees(query: Tensor, keys: Tensor, values: Tensor, bits: Tensor, rung: int) -> bool:
+    """Whether calls of `rung` items give `bits`, with the items in two orders."""
+    order = torch.arange(len(query))
+    calls = [items for each in (order, order.flip(0)) for items in each.split(rung)[:2] if len(items) == rung]
+    return all(
+        torch.equal(_example(query, keys, values, items)[:, :, : bits.shape[2]], bits[items])
+        for items in calls
+    )
 
 
-def _examples(geometry: _Geometry) -> tuple[Tensor, Tensor, Tensor]:
+def _examples(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Random items: in float32 a sum in another order shows in most of its results."""
     generator = torch.Generator().manual_seed(geometry.key_dim)
     sizes = (
         (_CHUNK_TILE_TOKENS * geometry.group, geometry.key_dim),
@@ -306,14 +353,13 @@ def _examples(geometry: _Geometry) -> tuple[Tensor, Tensor, Tensor]:
     )
     shapes = [(_ITEM_RUNGS[-1], geometry.num_kv_heads, *size) for size in sizes]
     query, keys, values = (torch.randn(shape, generator=generator) for shape in shapes)
-    return query, keys, values
+    return query * geometry.key_dim**-0.5, keys, values
 
 
 def _example(query: Tensor, keys: Tensor, values: Tensor, items: Tensor) -> Tensor:
     """Weighted values and, as a last column, the sum of weights."""
-    visible = torch.ones(len(items), 1, query.shape[2], keys.shape[2], dtype=torch.bool)
-    rules = AttentionRules(query.shape[-1] ** -0.5)
-    _, total, weighted = partial_attention(query[items], keys[items], values[items], visible, rules)
+    hidden = torch.zeros(0, 1, query.shape[2], keys.shape[2], dtype=torch.bool)
+    _, total, weighted = partial_attention(query[items], keys[items], values[items], hidden, None)
     return torch.cat([weighted, total], -1)
 
 

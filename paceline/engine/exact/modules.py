@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, activations
 from transformers.pytorch_utils import Conv1D
 
+from paceline.engine.exact.rungs import aligned
 from paceline.engine.exact.tiled import affine, elementwise, linear, multiply
 
 _ACTIVATIONS: tuple[type[nn.Module], ...] = (
@@ -81,6 +82,8 @@ class ExactFunctions(TorchFunctionMode):
 
 def replace_modules(model: PreTrainedModel) -> None:
     """Puts the exact twins of all modules that have one in their places."""
+    for parameter in model.parameters():
+        parameter.data = aligned(parameter.data)
     for name, module in list(model.named_modules()):
         twin = _exact_twin(module)
         if twin is not None:
