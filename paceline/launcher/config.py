@@ -49,6 +49,7 @@ _DECIDED_HERE = frozenset(
         "worker_id",
         "model",
         "dtype",
+        "exactness",
         "runner",
         "threads",
         "redis",
@@ -88,6 +89,9 @@ class UpConfig:
     topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
     model: str = option(DEFAULT_MODEL.name, "the default's name, a Hugging Face directory, or a hub id")
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
+    exactness: str = option(
+        "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
+    )
     redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
     host: str = option(

@@ -60,7 +60,7 @@ class KvTicket(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., owner_id: _Optional[str] = ..., owner_address: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[ModelFingerprint, _Mapping]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class ModelFingerprint(_message.Message):
-    __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout")
+    __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout", "arithmetic")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class ModelFingerprint(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     weights: str
     tokenizer: str
     chat_template: str
@@ -75,7 +76,8 @@ class ModelFingerprint(_message.Message):
     dtype: str
     block_size: int
     kv_layout: str
-    def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ...) -> None: ...
+    arithmetic: str
+    def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "finish_reason", "logprob")

@@ -15,6 +15,11 @@ class WorkerConfig:
     worker_id: str = option("", "name of this worker, unique in the cluster; empty: made from the process id")
     model: str = option("", "directory of the model, in Hugging Face form")
     dtype: str = option("bfloat16", "type of weights and KV cache", choices=("float32", "bfloat16"))
+    exactness: str = option(
+        "fast",
+        "exact: the same request gives the same bits on every path",
+        choices=("fast", "exact"),
+    )
     runner: str = option(
         "torch", "what computes: torch, or a fake without a model", choices=("torch", "fake")
     )

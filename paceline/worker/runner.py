@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +46,23 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     # Imported here: a fake worker starts without torch, in a tenth of the time.
     import torch  # noqa: PLC0415
 
+    from paceline.engine.exact.model import require_exact  # noqa: PLC0415
     from paceline.engine.model_loader import load_model  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner, require_same_as_transformers  # noqa: PLC0415
 
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    loaded = load_model(Path(config.model), config.dtype, config.block_size)
+    loaded = load_model(Path(config.model), config.dtype, config.block_size, config.exactness)
     num_blocks = _num_blocks(config, loaded.layout)
     runner = ModelRunner(loaded.model, loaded.layout, num_blocks)
     require_same_as_transformers(runner, loaded.model, loaded.layout)
+    fingerprint = loaded.fingerprint
+    if config.exactness == "exact":
+        fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
     log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count())
     return LoadedRunner(
         runner=runner,
-        fingerprint=loaded.fingerprint,
+        fingerprint=fingerprint,
         layout=loaded.layout,
         num_blocks=num_blocks,
         vocab_size=loaded.vocab_size,
@@ -73,7 +77,16 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
     num_blocks = config.num_blocks or 4096
     vocab_size, eos = int(facts["vocab_size"]), facts.get("eos_token_id")
     runner = FakeModelRunner(num_blocks, config.block_size, vocab_size, step_s=config.fake_step_ms / 1e3)
-    same = ModelFingerprint("fake", "fake", "fake", "fake", layout.dtype, config.block_size, layout.digest())
+    same = ModelFingerprint(
+        weights="fake",
+        tokenizer="fake",
+        chat_template="fake",
+        config="fake",
+        dtype=layout.dtype,
+        block_size=config.block_size,
+        kv_layout=layout.digest(),
+        arithmetic=config.exactness,
+    )
     return LoadedRunner(
         runner=runner,
         fingerprint=same,

@@ -25,6 +25,7 @@ FINGERPRINT = ModelFingerprint(
     dtype="float32",
     block_size=4,
     kv_layout="l",
+    arithmetic="fast",
 )
 
 

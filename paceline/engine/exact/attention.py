@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.engine.attention import AttentionRules, read_rules, store_tokens
+from paceline.engine.attention import AttentionRules, store_tokens
 from paceline.engine.exact.rungs import cover
 from paceline.engine.forward_batch import ForwardBatch, QueryRange
 from paceline.engine.kv_cache import KVCache
@@ -84,8 +84,7 @@ def exact_paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """In place of attention.py's paged_attention: the same arguments, and the same result but for rounding."""
-    context, layer = store_tokens(module, key, value, attention_mask)
-    rules = read_rules(query.shape[-1], kwargs)
+    context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
     geometry = _geometry_of(context.cache, layer, num_heads=query.shape[1])
     if (geometry, rules.window) not in context.shared:
         context.shared[geometry, rules.window] = make_plans(context.batch, geometry, rules.window)
