@@ -1,8 +1,8 @@
 """Watches one forward pass of a model and finds every operation that exact mode has no reason to trust.
 
 An operation is trusted when it moves numbers, computes each element by one correctly rounded step or by a function that
-is seen to give the same bits at any place, or reduces along the last axis, which belongs to one token. The others must be
-inside a module that is exact by its own means.
+is seen to give the same bits at any place, or reduces along the last axis, where that belongs to one token. The others must
+be part of an exact function. Taking a number out of the tensors is not trusted either: it could steer the whole batch.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,26 @@ from paceline.engine.exact.tiled import in_exact_function, placeless
 
 _CENSUS_NAME = "paceline_census"
 
+_NUM_TOKENS = 11  # of the forward pass; an axis of this size is that of the tokens
+
 # They move numbers, make them from nothing, compare them, or cast them.
 _MOVES = frozenset(
-    """_to_copy arange cat clone constant_pad_nd copy_ detach embedding empty empty_like eq expand fill_ full full_like
-    ge gather gt index index_put_ index_select isin le lift_fresh lt masked_fill masked_fill_ ne new_empty new_full
-    new_ones new_zeros ones ones_like repeat repeat_interleave roll scalar_tensor scatter slice sort split stack topk
-    tril triu where zero_ zeros zeros_like _unsafe_view""".split()
+    """_to_copy arange bitwise_and bitwise_not bitwise_or cat clone constant_pad_nd copy_ detach embedding empty
+    empty_like eq expand fill_ full full_like ge gather gt index index_put_ index_select isin le lift_fresh logical_and
+    logical_not lt masked_fill masked_fill_ ne new_empty new_full new_ones new_zeros ones ones_like repeat
+    repeat_interleave roll scalar_tensor scatter scatter_ slice sort split stack topk tril triu where zero_ zeros
+    zeros_like _unsafe_view""".split()
 )
 # One rounding, or none, for each element.
-_STEPS = frozenset("abs add add_ clamp clamp_min div div_ maximum minimum mul mul_ neg relu rsub sqrt sub sub_".split())
-_LAST_AXIS = frozenset(
-    "_softmax _log_softmax amax _fused_rms_norm linalg_vector_norm mean native_layer_norm sum".split()
+_STEPS = frozenset(
+    """abs add add_ clamp clamp_min div div_ floor maximum minimum mul mul_ neg reciprocal relu rsub sqrt sub
+    sub_""".split()
+)
+_REDUCTIONS = frozenset(
+    """_fused_rms_norm _is_all_true _log_softmax _softmax all amax amin aminmax any argmax linalg_vector_norm max mean min native_layer_norm
+    sum""".split()
 )
 _PRODUCTS = frozenset("bmm mm".split())
-# They take a number out of the tensors, and so can steer what follows for the whole batch.
-_STEERS = frozenset("_local_scalar_dense is_nonzero equal".split())
 # Experts loop over the tokens that are theirs, in the order of the experts; a token comes once to each.
 _IN_EXPERTS = frozenset("_local_scalar_dense index_add_ nonzero".split())
 
@@ -65,9 +70,7 @@ class Census(TorchDispatchMode):
         """Called by torch for every operation."""
         out = func(*args, **(kwargs or {}))
         name, module = func._schema.name.partition("::")[2], self._running[-1]  # noqa: SLF001 - no public name
-        if in_exact_function.get() or (name in _IN_EXPERTS and hasattr(module, "num_experts")):
-            return out
-        if not _is_trusted(func, name, args, out):
+        if not (in_exact_function.get() or _is_trusted(func, name, module, args, out)):
             self.found.add((name, module))
         return out
 
@@ -99,7 +102,7 @@ def take_census(model: PreTrainedModel) -> set[tuple[str, nn.Module]]:
     name = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     AttentionInterface.register(_CENSUS_NAME, _no_attention)
     model.set_attn_implementation(_CENSUS_NAME)
-    token_ids, positions = torch.tensor([[0, 1, 2]]), torch.arange(3)[None]
+    token_ids, positions = torch.arange(_NUM_TOKENS)[None], torch.arange(_NUM_TOKENS)[None]
     try:
         with census:
             model(input_ids=token_ids, position_ids=positions, use_cache=False)
@@ -110,17 +113,20 @@ def take_census(model: PreTrainedModel) -> set[tuple[str, nn.Module]]:
     return census.found
 
 
-def _is_trusted(func: Any, name: str, args: tuple[Any, ...], out: Any) -> bool:
+def _is_trusted(func: Any, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> bool:
     """Whether the operation gives a token the same bits in any batch."""
     tensors = [each for each in (*args, out) if isinstance(each, Tensor)]
-    if name in _STEERS:
-        return False
-    if func.is_view or name in _MOVES | _STEPS or not any(each.is_floating_point() for each in tensors):
+    are_integers = not any(each.is_floating_point() for each in tensors)
+    if hasattr(module, "num_experts") and (name in _IN_EXPERTS or (name in _REDUCTIONS and are_integers)):
         return True
-    if name in _LAST_AXIS:
-        return _is_last_axis(name, args)
+    if name in _REDUCTIONS:
+        return _NUM_TOKENS in args[0].shape[:-1] and _is_last_axis(name, args)
     if name in _PRODUCTS:
         return int(args[0].shape[-1]) == 1
+    if func.is_view or name in _MOVES | _STEPS:
+        return True
+    if are_integers:
+        return torch.Tag.pointwise in func.tags
     return name in placeless(tensors[0].dtype)
 
 
@@ -132,6 +138,7 @@ def _no_attention(
 
 
 def _is_last_axis(name: str, args: tuple[Any, ...]) -> bool:
+    """Those over no named axis reduce all of them."""
     x, rest = args[0], args[1:]
     if name in {"native_layer_norm", "_fused_rms_norm"}:
         return len(rest[0]) == 1
