@@ -101,7 +101,7 @@ def exact_attention(
     geometry: Geometry,
     rules: AttentionRules,
 ) -> Tensor:
-    """query [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
+    """From query [num_tokens, num_heads, key_dim] to [num_tokens, num_heads, value_dim]."""
     out = query.new_empty(*query.shape[:2], geometry.value_dim)
     for plan in plans:
         tiles = _stack_heads(query[plan.rows].float() * rules.scaling, geometry)
@@ -164,7 +164,7 @@ def _make_plan(parts: list[QueryRange], height: int, geometry: Geometry, window:
 
 
 def _splits_of(block_table: Tensor, geometry: Geometry) -> Tensor:
-    """[num_splits, blocks of a split]"""
+    """As [num_splits, blocks of a split]."""
     num_blocks = geometry.split_tokens // geometry.block_size
     return functional.pad(block_table, (0, -len(block_table) % num_blocks)).view(-1, num_blocks)
 
@@ -229,18 +229,18 @@ def partial_attention(
     logits = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.unflatten(0, (items, heads))
+    logits = logits.view(items, heads, *logits.shape[1:])
     logits[items - len(hidden) :].masked_fill_(hidden, _MASKED)
     highest = logits.amax(-1, keepdim=True)
     weights = logits.sub_(highest.masked_fill(highest == _MASKED, 0.0)).exp_()
-    weighted = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).unflatten(0, (items, heads))
-    return highest, weights.sum(-1, keepdim=True), weighted
+    weighted = torch.bmm(weights.flatten(0, 1), values.flatten(0, 1))
+    return highest, weights.sum(-1, keepdim=True), weighted.view(items, heads, *weighted.shape[1:])
 
 
 def _attend_tiles(
     cache: KVCache, layer: int, tiles: Tensor, plan: Plan, geometry: Geometry, rules: AttentionRules
 ) -> Tensor:
-    """[num_tiles, num_kv_heads, rows, value_dim]"""
+    """As [num_tiles, num_kv_heads, rows, value_dim]."""
     highest, total, weighted = _all_partials(cache, layer, tiles, plan, geometry, rules.softcap)
     reference = highest.amax(1)
     sink = None if rules.sinks is None else _sink_rows(rules.sinks, plan.tile_tokens, geometry)
@@ -288,18 +288,19 @@ def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
 
 def _stack_heads(tiles: Tensor, geometry: Geometry) -> Tensor:
     """[num_tiles, tile_tokens, num_heads, key_dim] to [num_tiles, num_kv_heads, rows, key_dim]."""
-    tiles = tiles.unflatten(2, (geometry.num_kv_heads, geometry.group))
+    tiles = tiles.view(*tiles.shape[:2], geometry.num_kv_heads, geometry.group, -1)
     return _fill_rows(tiles.transpose(1, 2).flatten(2, 3), axis=2)
 
 
 def _unstack_heads(tiles: Tensor, tile_tokens: int, geometry: Geometry) -> Tensor:
     """[num_tiles, num_kv_heads, rows, value_dim] to [num_tiles, tile_tokens, num_heads, value_dim]."""
-    tiles = tiles[:, :, : tile_tokens * geometry.group].unflatten(2, (tile_tokens, geometry.group))
+    tiles = tiles[:, :, : tile_tokens * geometry.group]
+    tiles = tiles.reshape(*tiles.shape[:2], tile_tokens, geometry.group, -1)
     return tiles.transpose(1, 2).flatten(2, 3)
 
 
 def _sink_rows(sinks: Tensor, tile_tokens: int, geometry: Geometry) -> Tensor:
-    """[num_kv_heads, rows, 1]"""
+    """As [num_kv_heads, rows, 1]."""
     rows = sinks.float().view(geometry.num_kv_heads, 1, geometry.group, 1).expand(-1, tile_tokens, -1, 1)
     return _fill_rows(rows.flatten(1, 2), axis=1)
 
@@ -321,7 +322,9 @@ def agreeing_items(geometry: Geometry, tile_tokens: int, num_threads: int) -> tu
     del num_threads
     with torch.inference_mode():
         query, keys, values = _examples(geometry)
-        bits = torch.cat([_example(query, keys, values, index) for index in torch.arange(len(query)).split(1)])
+        bits = torch.cat(
+            [_example(query, keys, values, index) for index in torch.arange(len(query)).split(1)]
+        )
         if tile_tokens == 1:
             query, bits = _fill_rows(query[:, :, : geometry.group], axis=2), bits[:, :, : geometry.group]
         rungs = tuple(rung for rung in _ITEM_RUNGS if _agrees(query, keys, values, bits, rung))
@@ -335,7 +338,12 @@ def agreeing_items(geometry: Geometry, tile_tokens: int, num_threads: int) -> tu
 def _agrees(query: Tensor, keys: Tensor, values: Tensor, bits: Tensor, rung: int) -> bool:
     """Whether calls of `rung` items give `bits`, with the items in two orders."""
     order = torch.arange(len(query))
-    calls = [items for each in (order, order.flip(0)) for items in each.split(rung)[:2] if len(items) == rung]
+    calls = [
+        items
+        for each in (order, order.flip(0))
+        for items in torch.split(each, rung)[:2]
+        if len(items) == rung
+    ]
     return all(
         torch.equal(_example(query, keys, values, items)[:, :, : bits.shape[2]], bits[items])
         for items in calls

@@ -6,7 +6,6 @@ be part of an exact function. Taking a number out of the tensors is not trusted 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,35 +19,45 @@ from paceline.engine.exact.tiled import in_exact_function, placeless
 
 _CENSUS_NAME = "paceline_census"
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _NUM_TOKENS = 11  # of the forward pass; an axis of this size is that of the tokens
 
 # They move numbers, make them from nothing, compare them, or cast them.
-_MOVES = frozenset(
-    """_to_copy arange bitwise_and bitwise_not bitwise_or cat clone constant_pad_nd copy_ detach embedding empty
-    empty_like eq expand fill_ full full_like ge gather gt index index_put_ index_select isin le lift_fresh logical_and
-    logical_not lt masked_fill masked_fill_ ne new_empty new_full new_ones new_zeros ones ones_like repeat
-    repeat_interleave roll scalar_tensor scatter scatter_ slice sort split stack topk tril triu where zero_ zeros
-    zeros_like _unsafe_view""".split()
+_MOVES = _words(
+    """
+    _to_copy arange bitwise_and bitwise_not bitwise_or cat clone constant_pad_nd copy_ detach embedding empty
+    empty_like eq expand fill_ full full_like ge gather gt index index_put_ index_select isin le lift_fresh
+    logical_and logical_not lt masked_fill masked_fill_ ne new_empty new_full new_ones new_zeros ones ones_like
+    repeat repeat_interleave roll scalar_tensor scatter scatter_ slice sort split stack topk tril triu where zero_
+    zeros zeros_like _unsafe_view
+    """
 )
 # One rounding, or none, for each element.
-_STEPS = frozenset(
-    """abs add add_ clamp clamp_min div div_ floor maximum minimum mul mul_ neg reciprocal relu rsub sqrt sub
-    sub_""".split()
+_STEPS = _words(
+    """
+    abs add add_ clamp clamp_min div div_ floor maximum minimum mul mul_ neg reciprocal relu rsub sqrt sub sub_
+    """
 )
-_REDUCTIONS = frozenset(
-    """_fused_rms_norm _is_all_true _log_softmax _softmax all amax amin aminmax any argmax linalg_vector_norm max mean min native_layer_norm
-    sum""".split()
+_REDUCTIONS = _words(
+    """
+    _fused_rms_norm _is_all_true _log_softmax _softmax all amax amin aminmax any argmax linalg_vector_norm max mean
+    min native_layer_norm sum
+    """
 )
-_PRODUCTS = frozenset("bmm mm".split())
+_PRODUCTS = frozenset({"bmm", "mm"})
 # Experts loop over the tokens that are theirs, in the order of the experts; a token comes once to each.
-_IN_EXPERTS = frozenset("_local_scalar_dense index_add_ nonzero".split())
+_IN_EXPERTS = frozenset({"_local_scalar_dense", "index_add_", "nonzero"})
 
 
-class Census(TorchDispatchMode):
+class Census(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no annotations here
     """Notes each operation that is not trusted, with the innermost module that ran it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # the same
         self.found: set[tuple[str, nn.Module]] = set()
         self._running: list[nn.Module] = []
 

@@ -92,9 +92,17 @@ def replace_modules(model: PreTrainedModel) -> None:
 
 def make_functions_exact(module: nn.Module) -> None:
     """While this module runs, its functions are exact."""
-    mode = ExactFunctions()
-    module.register_forward_pre_hook(lambda *_: mode.__enter__() and None)
-    module.register_forward_hook(lambda *_: mode.__exit__(None, None, None), always_call=True)
+    running: list[ExactFunctions] = []
+
+    def enter(*_: Any) -> None:
+        running.append(ExactFunctions())
+        running[-1].__enter__()  # type: ignore[no-untyped-call] # torch has no annotations here
+
+    def leave(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call] # the same
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _exact_twin(module: nn.Module) -> nn.Module | None:

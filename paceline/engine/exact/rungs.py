@@ -27,7 +27,9 @@ def in_rungs(rows: Tensor, compute: Compute, rungs: tuple[int, ...]) -> Tensor:
     """`compute` of all rows, in calls of these heights only; rows of zeros fill up the last one."""
     if len(rows) in rungs:
         return compute(aligned(rows))
-    parts = [_padded_call(rows[first:last], compute, height) for first, last, height in cover(len(rows), rungs)]
+    # Without rows there is a call all the same: only that knows the shape of what comes out.
+    calls = cover(len(rows), rungs) or ((0, 0, rungs[0]),)
+    parts = [_padded_call(rows[first:last], compute, height) for first, last, height in calls]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -50,7 +52,7 @@ def cover(num_rows: int, rungs: tuple[int, ...]) -> tuple[tuple[int, int, int], 
 def agreeing(rows: Tensor, compute: Compute, rungs: Iterable[int] = RUNGS) -> tuple[int, ...]:
     """The rungs that give the anchor's bits for `rows`; raises UnsupportedModelError when not even that one does."""
     with torch.inference_mode():
-        bits = torch.cat([compute(part) for part in rows.split(ANCHOR)])
+        bits = torch.cat([compute(part) for part in torch.split(rows, ANCHOR)])
         if not _agrees(rows, bits, compute, ANCHOR):
             raise UnsupportedModelError(
                 "this machine's matrix product gives a row other bits beside other rows; exact mode cannot run here"
@@ -78,7 +80,9 @@ def _agrees(rows: Tensor, bits: Tensor, compute: Compute, height: int) -> bool:
     rows, bits = rows[:num_rows], bits[:num_rows]
     orders = (torch.arange(num_rows), torch.arange(num_rows).flip(0), torch.arange(num_rows).roll(3))
     return all(
-        torch.equal(torch.cat([compute(aligned(part)) for part in rows[order].split(height)]), bits[order])
+        torch.equal(
+            torch.cat([compute(aligned(part)) for part in torch.split(rows[order], height)]), bits[order]
+        )
         for order in orders
     )
 

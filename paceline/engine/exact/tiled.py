@@ -42,12 +42,12 @@ _CANDIDATES: Mapping[str, Function] = {
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rows [num_rows, inner] with weight [outer, inner]."""
+    """Of rows [num_rows, inner] with weight [outer, inner]."""
     return functional.linear(rows, weight, bias)
 
 
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """rows [num_rows, inner] with weight [inner, outer]."""
+    """Of rows [num_rows, inner] with weight [inner, outer]."""
     return rows @ weight if bias is None else torch.addmm(bias, rows, weight)
 
 
@@ -56,7 +56,8 @@ def multiply(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -
     with _marked():
         weight = aligned(weight)
         shape = tuple(weight.shape)
-        rungs = _agreeing_heights(product, shape, bias is not None, weight.dtype, torch.get_num_threads())
+        bias_items = 0 if bias is None else len(bias)
+        rungs = _agreeing_heights(product, shape, bias_items, weight.dtype, torch.get_num_threads())
         compute = partial(_swapped, product, weight, bias)
         out = in_rungs(x.reshape(-1, x.shape[-1]), compute, rungs)
         return out.view(*x.shape[:-1], out.shape[-1])
@@ -87,8 +88,8 @@ def placeless(dtype: torch.dtype) -> frozenset[str]:
 def _is_placeless(function: Function, x: Tensor) -> bool:
     """Whether pieces too short for a vector, single elements and spread ones get the bits that a whole array gets."""
     whole = function(x).nan_to_num()
-    pieces = torch.cat([function(piece.clone()) for piece in x.split(15)])
-    singles = torch.cat([function(each.clone()) for each in x[::31].split(1)])
+    pieces = torch.cat([function(piece.clone()) for piece in torch.split(x, 15)])
+    singles = torch.cat([function(each.clone()) for each in torch.split(x[::31], 1)])
     spread = function(x.repeat_interleave(2)[::2])
     return all(
         torch.equal(bits.nan_to_num(), expected)
@@ -122,7 +123,7 @@ def cancelling(num_rows: int, num_columns: int, inner: int, dtype: torch.dtype) 
 
 @cache
 def _agreeing_heights(
-    product: Product, shape: tuple[int, ...], has_bias: bool, dtype: torch.dtype, num_threads: int
+    product: Product, shape: tuple[int, ...], bias_items: int, dtype: torch.dtype, num_threads: int
 ) -> tuple[int, ...]:
     """Seen on the first product of a shape. The number of threads is part of the question: it may choose the kernel."""
     del num_threads
@@ -130,7 +131,7 @@ def _agreeing_heights(
     num_rows = max(rung for rung in RUNGS if rung <= max(64, (1 << 25) // outer))
     rows, columns = cancelling(max(num_rows, ANCHOR), outer, inner, dtype)
     weight = columns if product is linear else columns.t().contiguous()
-    bias = torch.full((outer,), 2.0**-20, dtype=dtype) if has_bias else None
+    bias = torch.full((outer,), 2.0**-20, dtype=dtype) if bias_items else None
     return agreeing(rows, partial(_swapped, product, weight, bias))
 
 
@@ -141,6 +142,8 @@ def _swapped(product: Product, weight: Tensor, bias: Tensor | None, rows: Tensor
 @cache
 def _whole_vectors(num_items: int, num_threads: int) -> int:
     """The least number from `num_items` up of which every thread gets whole vectors."""
+    if num_items == 0:
+        return 0
     padded, used = 0, 0
     while used != (used := min(num_threads, -(-max(padded, num_items) // _GRAIN_ITEMS))):
         step = _VECTOR_ITEMS * used

@@ -1,0 +1,27 @@
+"""`./run bench NAME`: runs one benchmark."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+BENCHMARKS = {"exactness": "exact mode: bits over random schedules, and its cost beside fast mode"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The benchmark's exit status; each has a `main` of its own and options of its own."""
+    about = "\n".join(f"  {name:<12} {text}" for name, text in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        "./run bench",
+        description=f"Benchmarks:\n{about}\n\n`./run bench NAME --help` explains one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=sorted(BENCHMARKS))
+    name = parser.parse_args(argv[:1]).name
+    module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+    status: int = module.main(argv[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
