@@ -34,6 +34,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--worker-id": "prefill-1",
         "--model": "/m",
         "--dtype": "float32",
+        "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",
         "--runner": "torch",

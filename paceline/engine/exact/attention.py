@@ -323,7 +323,7 @@ def agreeing_items(geometry: Geometry, tile_tokens: int, num_threads: int) -> tu
     with torch.inference_mode():
         query, keys, values = _examples(geometry)
         bits = torch.cat(
-            [_example(query, keys, values, index) for index in torch.arange(len(query)).split(1)]
+            [_example(query, keys, values, index) for index in torch.arange(len(query)).view(-1, 1)]
         )
         if tile_tokens == 1:
             query, bits = _fill_rows(query[:, :, : geometry.group], axis=2), bits[:, :, : geometry.group]
