@@ -14,6 +14,7 @@ from paceline.engine.exact.model import make_exact, require_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.model_loader import load_model, use_paged_attention
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
+from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 # Plain; key biases; windows and soft caps; windows; sinks and experts; experts; Conv1D-like biases, one key head.
 KINDS = ("llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_bigcode")
@@ -73,12 +74,30 @@ def test_every_architecture_is_exact_or_refused(dtype: str) -> None:
             assert _run(name, dtype, "exact", range(2))[0].num_mismatches == 0, name
 
 
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_the_default_model_is_exact(dtype: str) -> None:
+    """Real weights, real sizes: three schedules without a bit changed, and one digest for 1, 2 and 3 threads."""
+    loaded = load_model(resolve_model(DEFAULT_MODEL.name, print), dtype, 16, "exact")
+    witness, digests = Witness(), set()
+    for num_threads in (3, 2, 1):
+        torch.set_num_threads(num_threads)
+        runner = ModelRunner(loaded.model, loaded.layout, num_blocks=4)
+        digests.add(require_exact(runner, loaded.vocab_size, loaded.layout))
+        run_schedule(loaded.model, loaded.layout, witness, seed=1 + num_threads)
+    assert len(digests) == 1
+    assert witness.num_compared > 100
+    assert witness.num_mismatches == 0
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_fast_mode_changes_bits_and_drifts_within_what_it_publishes(dtype: str) -> None:
     """The same schedules find differences in fast mode, so they can fail; and the differences are small."""
-    witness, _ = _run("llama", dtype, "fast", range(2))
-    assert witness.num_mismatches > 0
-    assert 0 < witness.max_drift < FAST_DRIFT[dtype]
+    witnesses = {name: _run(name, dtype, "fast", range(2))[0] for name in KINDS}
+    assert witnesses["llama"].num_mismatches > 0
+    assert 0 < max(witness.max_drift for witness in witnesses.values()) < FAST_DRIFT[dtype]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
