@@ -6,7 +6,8 @@ from torch import Tensor
 
 from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.engine.attention import AttentionRules, attend
-from paceline.engine.exact.attention import _geometry_of, exact_attention, make_plans
+from paceline.engine.exact.attention import exact_attention, geometry_of
+from paceline.engine.exact.plan import make_plans
 from paceline.engine.forward_batch import ForwardBatch, QueryRange
 from paceline.engine.kv_cache import KVCache
 
@@ -51,7 +52,7 @@ class _Memory:
             first += end - start
         empty = torch.empty(0)
         batch = ForwardBatch(empty, empty, empty, tuple(queries), empty, ())
-        geometry = _geometry_of(self.cache, 0, HEADS)
+        geometry = geometry_of(self.cache, 0, HEADS)
         plans = make_plans(batch, geometry, rules.window)
         rows = torch.cat([self.query[start:end] for start, end in parts])
         out = exact_attention(self.cache, 0, rows, plans, geometry, rules)

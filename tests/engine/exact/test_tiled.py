@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.engine.exact.modules import ExactFunctions
 from paceline.engine.exact.tiled import (
     Product,
+    _agreeing_heights,
     _is_placeless,
     affine,
     cancelling,
@@ -71,6 +73,19 @@ def test_products_keep_their_shape_and_value(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, functional.linear(x, weight))
     torch.testing.assert_close(multiply(affine, x, weight.t(), None), out)
     assert multiply(linear, x[:0], weight, None).shape == (0, 3, 32)
+
+
+def test_exact_functions_inside_exact_functions_are_exact() -> None:
+    """As in a router inside a block of experts: the ladder is found by the library's product, not by an exact one."""
+    weight = torch.randn(4, 48)  # no other test has this shape: its ladder is found here
+    x = torch.randn(16, 48)
+    with ExactFunctions(), ExactFunctions():
+        whole = functional.linear(x, weight)
+        parts = [functional.linear(part, weight) for part in torch.split(x, 1)]
+    heights = _agreeing_heights(linear, (4, 48), 0, torch.float32, torch.get_num_threads())
+    _agreeing_heights.cache_clear()
+    assert heights == _agreeing_heights(linear, (4, 48), 0, torch.float32, torch.get_num_threads())
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_cancelling_products_are_nothing_but_rounding() -> None:
