@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from benchmarks.schedules import Counts, Witness, run_schedule
-from paceline.core.kv_layout import BlockId
+from paceline.core.kv_layout import KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.exact.model import make_exact
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.model_loader import load_model, use_paged_attention
-from paceline.engine.model_runner import ModelRunner
+from paceline.engine.model_runner import ModelRunner, side_by_side
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 
 MODES = ("fast", "exact")
@@ -56,6 +56,11 @@ class Workload:
     num_sequences: int
     context_tokens: int
     new_tokens: int
+
+    @property
+    def end(self) -> int:
+        """Tokens of each sequence once it is computed."""
+        return self.context_tokens + self.new_tokens
 
 
 WORKLOADS = (
@@ -170,7 +175,6 @@ def _costs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _runner(args: argparse.Namespace, mode: str) -> ModelRunner:
-    num_blocks = max(workload.num_sequences * _blocks_of(workload) for workload in WORKLOADS)
     if args.model:
         loaded = load_model(args.model, args.dtype, _BLOCK_SIZE, mode)
         model, layout = loaded.model, loaded.layout
@@ -179,6 +183,7 @@ def _runner(args: argparse.Namespace, mode: str) -> ModelRunner:
         layout = use_paged_attention(model, args.dtype, _BLOCK_SIZE)
         if mode == "exact":
             make_exact(model)
+    num_blocks = max(work.num_sequences * layout.num_blocks_for(work.end) for work in WORKLOADS)
     runner = ModelRunner(model, layout, num_blocks)
     for memory in (*runner.memory.keys, *runner.memory.values):
         memory.normal_()
@@ -199,7 +204,7 @@ def _in_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def _time(runners: dict[str, ModelRunner], workload: Workload, repeats: int) -> Timing:
-    batch = _batch(workload)
+    batch = _batch(workload, runners["fast"].memory.layout)
     times_ms: dict[str, list[float]] = {mode: [] for mode in MODES}
     for mode in _turns(repeats + 1):
         start_s = time.perf_counter()
@@ -225,19 +230,14 @@ def _turns(rounds: int) -> Iterator[str]:
         yield from rng.sample(MODES, len(MODES))
 
 
-def _blocks_of(workload: Workload) -> int:
-    return -(-(workload.context_tokens + workload.new_tokens) // _BLOCK_SIZE)
-
-
-def _batch(workload: Workload) -> ForwardBatch:
-    num_blocks, end = _blocks_of(workload), workload.context_tokens + workload.new_tokens
+def _batch(workload: Workload, layout: KVLayout) -> ForwardBatch:
     scheduled = tuple(
         ScheduledSequence(
             sequence_id=SequenceId(RequestId("bench"), number),
             token_ids=tuple(range(100, 100 + workload.new_tokens)),
             start=workload.context_tokens,
-            block_table=tuple(BlockId(number * num_blocks + i) for i in range(num_blocks)),
-            sample=SampleTask(SamplingParams(), position=end),
+            block_tables=side_by_side(number, workload.end, layout),
+            sample=SampleTask(SamplingParams(), position=workload.end),
         )
         for number in range(workload.num_sequences)
     )

@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import FirstToken, RequestId, SamplingParams, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
-from paceline.engine.events import Event, NewTokens, Reserved, Started
+from paceline.engine.events import BlocksReady, Event, NewTokens, Reserved
 from paceline.engine.forward_batch import ForwardBatch
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
@@ -56,7 +56,7 @@ class Witness:
         self.num_mismatches = 0
         self.max_drift = 0.0  # largest difference of a logit, in standard deviations of its row
         self._logits: dict[_Tokens, Tensor] = {}
-        self._blocks: dict[_Tokens, int] = {}
+        self._blocks: dict[tuple[int, _Tokens], int] = {}
 
     def see_logits(self, tokens: _Tokens, logits: Tensor) -> None:
         """What follows `tokens`."""
@@ -67,11 +67,11 @@ class Witness:
         drift = (first.float() - logits.float()).abs().max() / first.float().std()
         self.max_drift = max(self.max_drift, float(drift))
 
-    def see_block(self, tokens: _Tokens, digest: int) -> None:
-        """The bytes of the KV block that `tokens` end with."""
-        if tokens in self._blocks:
-            self._count(self._blocks[tokens] == digest)
-        self._blocks.setdefault(tokens, digest)
+    def see_block(self, group: int, tokens: _Tokens, digest: int) -> None:
+        """The bytes of the KV block that a group keeps for the last of `tokens`."""
+        if (group, tokens) in self._blocks:
+            self._count(self._blocks[group, tokens] == digest)
+        self._blocks.setdefault((group, tokens), digest)
 
     def add(self, other: "Witness") -> None:
         """Counts what another one has found, about another model."""
@@ -136,8 +136,12 @@ class WatchedRunner(ModelRunner):
         for item in self._output.scheduled:
             for ordinal in range(item.start // self._block_size, item.end // self._block_size):
                 tokens = tuple(self._texts[item.sequence_id][: (ordinal + 1) * self._block_size])
-                digest = xxhash.xxh3_64_intdigest(self.memory.read(item.block_table[ordinal]))
-                self._witness.see_block(tokens, digest)
+                for group, table in enumerate(item.block_tables):
+                    self._witness.see_block(group, tokens, self._digest_of(group, table[ordinal]))
+
+    def _digest_of(self, group: int, block_id: BlockId | None) -> int:
+        assert block_id is not None, "what is computed has a place"
+        return xxhash.xxh3_64_intdigest(self.memory.read(block_id)[: self.memory.layout.used_bytes(group)])
 
 
 def _counts_of(output: SchedulerOutput) -> Counts:
@@ -192,11 +196,10 @@ class _Schedule:
             self._hand_over(sequence_id)
 
     def _hand_over(self, sequence_id: SequenceId) -> None:
-        sent, first = self._source.said(sequence_id, Started), self._source.said(sequence_id, NewTokens)
-        reserved = self._target.said(sequence_id, Reserved)
-        if sent is None or first is None or reserved is None:
+        first, reserved = self._source.said(sequence_id, NewTokens), self._target.said(sequence_id, Reserved)
+        if first is None or reserved is None:
             return
-        pairs = list(zip(sent.block_ids, reserved.block_ids, strict=True))
+        pairs = list(zip(self._source.ready_ids(sequence_id), reserved.block_ids, strict=True))
         for theirs, ours in pairs[reserved.num_held :]:
             self._target.runner.memory.write(ours, 0, bytes(self._source.runner.memory.read(theirs)))
         self._target.engine.commit(sequence_id, FirstToken(first.token_ids[0], first.finish_reason))
@@ -231,7 +234,7 @@ class _Side:
         rng: random.Random,
     ) -> None:
         self.runner = WatchedRunner(model, layout, num_blocks, witness, all_logits=rng.random() < 0.5)
-        self._pool = BlockPool(num_blocks, layout.block_size)
+        self._pool = BlockPool(num_blocks, layout.block_size, layout.groups)
         config = SchedulerConfig(rng.choice((1, 3, 7, 16, 33, 64, 256)), max_num_seqs=rng.randint(2, 6))
         self.engine = Engine(Scheduler(config, self._pool, self.runner.memory.checksum), self.runner)
         self._said: dict[SequenceId, list[Event]] = {}
@@ -248,6 +251,11 @@ class _Side:
 
     def said(self, sequence_id: SequenceId, kind: type[E]) -> E | None:
         return next((event for event in self._said[sequence_id] if isinstance(event, kind)), None)
+
+    def ready_ids(self, sequence_id: SequenceId) -> list[BlockId]:
+        """The blocks that a hand-over moves, as far as they are computed."""
+        events = (event for event in self._said[sequence_id] if isinstance(event, BlocksReady))
+        return [block.block_id for event in events for block in event.blocks]
 
     def counts(self) -> Counts:
         hits, preemptions = self._pool.stats().num_hits, self.engine.stats().num_preemptions

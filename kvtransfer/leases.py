@@ -19,8 +19,8 @@ from kvtransfer.chunks import LeaseState
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import KvLostError, LeaseExpiredError
-from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken, LeaseId, SequenceId
+from paceline.core.ticket import ReadyBlock
 
 
 class LeasePhase(enum.Enum):
@@ -42,25 +42,15 @@ class Lease:
 
     lease_id: LeaseId
     sequence_id: SequenceId
-    block_ids: tuple[BlockId, ...]
+    num_blocks: int
     # Of the full blocks; a partial last one has none.
     block_hashes: tuple[BlockHash, ...]
-    # Of the ready blocks, which are always the first ones.
-    checksums: list[int] = field(default_factory=list)
+    # Those that are computed, which are always the first ones; they can be read while later ones are not.
+    ready: list[ReadyBlock] = field(default_factory=list)
     first_token: FirstToken | None = None
     phase: LeasePhase = LeasePhase.OPEN
     expires_at_s: float = math.inf
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks under the lease."""
-        return len(self.block_ids)
-
-    @property
-    def num_ready(self) -> int:
-        """Blocks that are computed; they can be read while later ones are not."""
-        return len(self.checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +84,23 @@ class LeaseTable:
         self._num_granted = 0
         self._num_late_releases = 0
 
-    def grant(
-        self, sequence_id: SequenceId, block_ids: Sequence[BlockId], block_hashes: Sequence[BlockHash]
-    ) -> Lease:
+    def grant(self, sequence_id: SequenceId, num_blocks: int, block_hashes: Sequence[BlockHash]) -> Lease:
         """An open lease on all blocks of a prompt, none of which is ready yet."""
-        assert len(block_hashes) <= len(block_ids), "more hashes than blocks"
+        assert len(block_hashes) <= num_blocks, "more hashes than blocks"
         lease_id = LeaseId(secrets.token_hex(16))
-        lease = Lease(lease_id, sequence_id, tuple(block_ids), tuple(block_hashes))
+        lease = Lease(lease_id, sequence_id, num_blocks, tuple(block_hashes))
         self._leases[lease_id] = lease
         self._num_granted += 1
         return lease
 
-    def progress(self, lease_id: LeaseId, checksums: Sequence[int]) -> bool:
-        """The next `len(checksums)` blocks are computed. False when the lease has ended, and nobody wants them."""
+    def progress(self, lease_id: LeaseId, blocks: Sequence[ReadyBlock]) -> bool:
+        """The next blocks are computed. False when the lease has ended, and nobody wants them."""
         lease = self._find(lease_id)
         if lease is None:
             return False
         assert lease.phase is LeasePhase.OPEN, "a complete lease makes no progress"
-        assert lease.num_ready + len(checksums) <= lease.num_blocks, "more ready blocks than blocks"
-        lease.checksums.extend(checksums)
+        assert len(lease.ready) + len(blocks) <= lease.num_blocks, "more ready blocks than blocks"
+        lease.ready.extend(blocks)
         _wake_readers(lease)
         return True
 
@@ -122,7 +110,7 @@ class LeaseTable:
         if lease is None:
             return False
         assert lease.phase is LeasePhase.OPEN, "a lease completes once"
-        assert lease.num_ready == lease.num_blocks, "a lease completes with all of its blocks ready"
+        assert len(lease.ready) == lease.num_blocks, "a lease completes with all of its blocks ready"
         lease.first_token = first_token
         lease.phase = LeasePhase.COMPLETE
         lease.expires_at_s = self._clock() + self._ttl_s
@@ -171,13 +159,13 @@ class LeaseTable:
         if lease.phase in _ENDS:
             raise KvLostError(f"lease {lease.lease_id} was {lease.phase.value} while it was read")
 
-    async def wait_ready(self, lease: Lease, ordinal: int) -> int:
-        """The checksum of block `ordinal` as soon as the block is computed; raises as `require_held` does."""
+    async def wait_ready(self, lease: Lease, ordinal: int) -> ReadyBlock:
+        """Block `ordinal` as soon as it is computed; raises as `require_held` does."""
         self.require_held(lease)
-        while lease.num_ready <= ordinal:
+        while len(lease.ready) <= ordinal:
             await lease.changed.wait()
             self.require_held(lease)
-        return lease.checksums[ordinal]
+        return lease.ready[ordinal]
 
     async def wait_complete(self, lease: Lease) -> FirstToken:
         """The first token as soon as the prefill has it; raises as `require_held` does."""
@@ -207,7 +195,9 @@ class LeaseTable:
             is_complete = lease.phase is LeasePhase.COMPLETE
             assert is_complete or lease.phase is LeasePhase.OPEN, "an ended lease is still in the table"
             assert is_complete == (lease.first_token is not None) == math.isfinite(lease.expires_at_s)
-            assert lease.num_ready == lease.num_blocks if is_complete else lease.num_ready <= lease.num_blocks
+            assert (
+                len(lease.ready) == lease.num_blocks if is_complete else len(lease.ready) <= lease.num_blocks
+            )
 
     def _find(self, lease_id: LeaseId) -> Lease | None:
         """The lease if it holds now: one whose time is over ends here, swept or not."""

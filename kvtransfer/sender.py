@@ -9,6 +9,7 @@ from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.request import BootEpoch, LeaseId, SequenceId
+from paceline.core.ticket import ReadyBlock
 
 
 class KVSender:
@@ -45,9 +46,9 @@ class KVSender:
         lease = self._leases.get(lease_id)
         _require_prefix(lease, held_hashes)
         for ordinal in range(len(held_hashes), lease.num_blocks):
-            checksum = await self._leases.wait_ready(lease, ordinal)
+            block = await self._leases.wait_ready(lease, ordinal)
             for offset in range(0, self._store.block_bytes, self._max_chunk_bytes):
-                yield self._chunk(lease, ordinal, offset, checksum)
+                yield self._chunk(lease, ordinal, offset, block)
         yield PullEnd(await self._leases.wait_complete(lease))
 
     def renew(self, lease_ids: Sequence[LeaseId], boot_epoch: BootEpoch) -> list[LeaseState]:
@@ -71,12 +72,14 @@ class KVSender:
         if boot_epoch != self._boot_epoch:
             raise KvLostError("the worker that granted this lease has restarted since; prefill again")
 
-    def _chunk(self, lease: Lease, ordinal: int, offset: int, checksum: int) -> KvChunk:
+    def _chunk(self, lease: Lease, ordinal: int, offset: int, block: ReadyBlock) -> KvChunk:
         # Asked and copied in one step: the reader may have kept us waiting since the last chunk, and a block that is
         # not held any more may already be another request's.
         self._leases.require_held(lease)
-        block = self._store.read(lease.block_ids[ordinal])
-        return KvChunk(ordinal, offset, bytes(block[offset : offset + self._max_chunk_bytes]), checksum)
+        content = self._store.read(block.block_id)
+        return KvChunk(
+            ordinal, offset, bytes(content[offset : offset + self._max_chunk_bytes]), block.checksum
+        )
 
 
 def _require_prefix(lease: Lease, held_hashes: Sequence[BlockHash]) -> None:

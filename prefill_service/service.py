@@ -75,7 +75,7 @@ class _Prefill:
             case Started():
                 return prefill_pb2.PrefillResponse(started=self._start(event))
             case BlocksReady():
-                self._worker.leases.progress(self._held.lease_id, event.checksums)
+                self._worker.leases.progress(self._held.lease_id, event.blocks)
                 progress = prefill_pb2.PrefillProgress(computed_tokens=event.num_computed_tokens)
                 return prefill_pb2.PrefillResponse(progress=progress)
             case NewTokens():
@@ -90,7 +90,7 @@ class _Prefill:
 
     def _start(self, event: Started) -> prefill_pb2.PrefillStarted:
         worker = self._worker
-        self._lease = worker.leases.grant(event.sequence_id, event.block_ids, event.block_hashes)
+        self._lease = worker.leases.grant(event.sequence_id, event.num_blocks, event.block_hashes)
         ticket = KvTicket(
             lease_id=self._lease.lease_id,
             owner_id=worker.key.worker_id,
@@ -98,7 +98,7 @@ class _Prefill:
             boot_epoch=worker.key.boot_epoch,
             fingerprint=worker.loaded.fingerprint,
             block_hashes=event.block_hashes,
-            num_blocks=len(event.block_ids),
+            num_blocks=event.num_blocks,
         )
         return prefill_pb2.PrefillStarted(
             ticket=ticket_to_proto(ticket), cached_tokens=event.num_cached_tokens, queued_s=event.queued_s

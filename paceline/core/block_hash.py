@@ -35,6 +35,11 @@ def hash_full_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int)
     return tuple(hashes)
 
 
+def group_hash(block_hash: BlockHash, group: int) -> BlockHash:
+    """The name of the block that a KV group keeps for the tokens of `block_hash`; the first group's is that itself."""
+    return block_hash if group == 0 else BlockHash(block_hash + bytes([group]))
+
+
 def _with_length(field: bytes) -> bytes:
     return struct.pack("<I", len(field)) + field
 

@@ -1,9 +1,11 @@
 """The right to pull one computed prompt's blocks; it travels from the prefill worker over the router to decode."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.block_hash import BlockHash
 from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId
 from paceline.core.request import BootEpoch, LeaseId, WorkerId
 
 
@@ -21,3 +23,10 @@ class KvTicket:
     fingerprint: ModelFingerprint
     block_hashes: tuple[BlockHash, ...]
     num_blocks: int
+
+
+class ReadyBlock(NamedTuple):
+    """A block whose content is complete, and the content's checksum (XXH3-64)."""
+
+    block_id: BlockId
+    checksum: int

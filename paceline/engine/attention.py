@@ -86,9 +86,8 @@ def store_tokens(
     layer = module.layer_idx
     assert isinstance(layer, int)
     rules = read_rules(context.cache.layout.layers[layer], kwargs)
-    context.cache.write_tokens(
-        layer, context.batch.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
+    slots = context.batch.slot_mappings[context.cache.group_of[layer]]
+    context.cache.write_tokens(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return context, layer, rules
 
 
@@ -115,7 +114,7 @@ def read_rules(layer: LayerKV, kwargs: dict[str, Any]) -> AttentionRules:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -> Tensor:
-    """The last `num_queries` tokens of a context attend to it, causally.
+    """The last `num_queries` tokens of a context attend to it, causally. It may begin where the first of them sees first.
 
     query [num_heads, num_queries, key_dim], keys [num_kv_heads, context, key_dim], values [num_kv_heads, context,
     value_dim]; gives [num_heads, num_queries, value_dim].
@@ -140,8 +139,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
 def _attend_sequence(
     cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules
 ) -> Tensor:
-    keys, values = cache.gather(layer, part.block_table, part.context)
     mine = query[:, part.first : part.last]
+    group = cache.group_of[layer]
+    first = cache.layout.groups[group].first_visible(part.context - mine.shape[1])
+    keys, values = cache.gather(layer, part.block_tables[group], first, part.context)
     out = attend(mine, keys.transpose(0, 1), values.transpose(0, 1), rules)
     return out.transpose(0, 1)
 

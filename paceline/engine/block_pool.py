@@ -7,38 +7,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.block_hash import BlockHash
-from paceline.core.kv_layout import BlockId
+from paceline.core.block_hash import BlockHash, group_hash
+from paceline.core.kv_layout import BlockId, KVGroup
 from paceline.core.prefix import PrefixChanges, PrefixEntry
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedBlock:
-    """A full block in the prefix cache.
-
-    `parent` is the very block that it follows, not its hash: a hit is a hit only along the chain of the objects that
-    matched, so a colliding hash can never join two prefixes.
-    """
-
-    block_id: BlockId
-    block_hash: BlockHash
-    root: BlockHash
-    parent: "CachedBlock | None"
-    token_ids: tuple[int, ...]
-    head_hash: BlockHash
-    checksum: int
-
-    def entry(self) -> PrefixEntry:
-        """What the prefix table says about it."""
-        return PrefixEntry(self.block_hash, self.head_hash, self.block_id)
+from paceline.engine.cached_block import CachedBlock, is_same, is_same_by_tokens, make_cached
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPoolStats:
-    """A picture of the pool."""
+    """A picture of the pool. `num_hits` counts blocks of the first KV group."""
 
     num_blocks: int
     num_free: int
+    num_pledged: int
     num_cached: int
     num_hits: int
     num_evictions: int
@@ -52,14 +33,24 @@ class BlockPool:
 
         free   [ never cached ... | cached, oldest release ............... newest release ]
                  allocate() takes from here ->
+
+    A table of a KV group with a window lets go of blocks in front and takes others behind, all its life. So that there
+    is one whenever it needs one, room is pledged to it: as many blocks as it ever holds at once. What is pledged is
+    not available to others, whether it is held now or not.
+
+        all blocks   [ held by groups without a window | pledged to tables with one | available ]
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: Sequence[KVGroup] = (KVGroup(),)) -> None:
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = tuple(groups)
         self._num_refs = [0] * num_blocks
         self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
+        # Held blocks of groups with a window, and how many blocks are pledged to those groups.
+        self._windowed: set[BlockId] = set()
+        self._num_pledged = 0
         self._by_hash: dict[BlockHash, CachedBlock] = {}
         self._by_block: dict[BlockId, CachedBlock] = {}
         # Whether each entry that changed is in the cache now; the last change counts.
@@ -67,44 +58,83 @@ class BlockPool:
         self._num_hits = self._num_evictions = self._num_collisions = 0
 
     @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+    def num_available(self) -> int:
+        """Blocks that nobody holds and that are pledged to nobody."""
+        num_held_whole = self.num_blocks - len(self._free) - len(self._windowed)
+        return self.num_blocks - num_held_whole - self._num_pledged
+
+    def pledge(self, num_blocks: int) -> None:
+        """Sets room aside for tables of groups with a window, or gives it back. The caller has checked the room."""
+        assert 0 <= num_blocks <= self.num_available or -self._num_pledged <= num_blocks < 0
+        self._num_pledged += num_blocks
 
     def lookup(
-        self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]
+        self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int], group: int = 0
     ) -> list[CachedBlock]:
-        """The longest cached prefix of `token_ids`, whose full blocks have `hashes`. Takes no reference."""
+        """The longest cached prefix of `token_ids` in a group without a window. Takes no reference.
+
+        `hashes` are those of the full blocks.
+        """
         found: list[CachedBlock] = []
         for ordinal, block_hash in enumerate(hashes):
-            cached = self._by_hash.get(block_hash)
+            cached = self._by_hash.get(group_hash(block_hash, group))
             if cached is None:
                 break
-            start = ordinal * self.block_size
             parent = found[-1] if found else None
-            if not _same(cached, root, parent, token_ids[start : start + self.block_size]):
+            if not is_same(cached, root, parent, self._tokens_of(token_ids, ordinal)):
                 self._num_collisions += not self._is_stray(cached)
                 break
             found.append(cached)
         return found
 
-    def num_free_after(self, cached: Sequence[CachedBlock]) -> int:
-        """How many blocks would be free if `cached` were acquired."""
-        return len(self._free) - sum(self._num_refs[block.block_id] == 0 for block in cached)
+    def find(
+        self,
+        root: BlockHash,
+        block_hash: BlockHash,
+        token_ids: Sequence[int],
+        ordinal: int,
+        group: int,
+        child: CachedBlock | None,
+    ) -> CachedBlock | None:
+        """The block at `ordinal` of `token_ids` in a group with a window, whether or not those before it are here.
+
+        `child` is what was found at the next ordinal, if anything was.
+        """
+        cached = self._by_hash.get(group_hash(block_hash, group))
+        if cached is None or (child is not None and child.parent is cached):
+            return cached
+        each: CachedBlock | None = cached
+        for position in range(ordinal, -1, -1):
+            if each is None or each.root != root or each.token_ids != self._tokens_of(token_ids, position):
+                self._num_collisions += 1
+                return None
+            each = each.parent
+        return cached
+
+    def num_available_after(self, cached: Sequence[CachedBlock]) -> int:
+        """How many blocks would be available if `cached`, of groups without a window, were acquired."""
+        return self.num_available - sum(
+            self._num_refs[block.held_id] == 0 for block in cached if not self._is_windowed(block.group)
+        )
 
     def acquire(self, cached: Sequence[CachedBlock]) -> list[BlockId]:
         """Takes a reference on each cached block."""
         for block in cached:
-            if self._num_refs[block.block_id] == 0:
-                del self._free[block.block_id]
-            self._num_refs[block.block_id] += 1
-        self._num_hits += len(cached)
-        return [block.block_id for block in cached]
+            block_id = block.held_id
+            if self._num_refs[block_id] == 0:
+                del self._free[block_id]
+                self._note_held(block_id, block.group)
+            self._num_refs[block_id] += 1
+            self._num_hits += block.group == 0
+        return [block.held_id for block in cached]
 
-    def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Takes free blocks, evicting what they cached. The caller has checked `num_free`."""
+    def allocate(self, num_blocks: int, group: int = 0) -> list[BlockId]:
+        """Takes free blocks, evicting what they cached. The caller has checked that there is room."""
         assert num_blocks <= len(self._free), "allocate() without room"
-        return [self._take_free() for _ in range(num_blocks)]
+        block_ids = [self._take_free() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._note_held(block_id, group)
+        return block_ids
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Gives references back. The last block of a chain is freed first, so that prefixes outlive their tails."""
@@ -112,6 +142,7 @@ class BlockPool:
             assert self._num_refs[block_id] > 0, f"block {block_id} is released more often than it was taken"
             self._num_refs[block_id] -= 1
             if self._num_refs[block_id] == 0:
+                self._windowed.discard(block_id)
                 self._free[block_id] = None
                 # Without cached content there is nothing to lose: reuse it first.
                 self._free.move_to_end(block_id, last=block_id in self._by_block)
@@ -124,26 +155,30 @@ class BlockPool:
         parent: CachedBlock | None,
         token_ids: Sequence[int],
         checksum: int,
+        group: int = 0,
     ) -> CachedBlock | None:
         """Makes a computed, full block findable.
 
         Returns the cached block with this content, which is another one if it was there first. None on a hash collision
-        or when the parent has been evicted, after which nothing that follows this block may be published either.
+        or, in a group without a window, when the parent has been evicted; after that nothing that follows this block may be
+        published either.
         """
-        if parent is not None and not self._is_cached(parent):
+        if parent is not None and not self._can_be_followed(parent):
             return None
-        present = self._by_hash.get(block_hash)
+        name = group_hash(block_hash, group)
+        present = self._by_hash.get(name)
         if present is not None:
-            if _same(present, root, parent, token_ids):
+            if is_same(present, root, parent, token_ids) or (
+                self._is_windowed(group) and is_same_by_tokens(present, root, parent, token_ids)
+            ):
                 return present
             if not self._is_stray(present):
                 self._num_collisions += 1
                 return None
             self._forget(present)
-        head_hash = parent.head_hash if parent else block_hash
-        cached = CachedBlock(block_id, block_hash, root, parent, tuple(token_ids), head_hash, checksum)
-        self._by_hash[block_hash] = self._by_block[block_id] = cached
-        self._changed[cached.entry()] = True
+        cached = make_cached(block_id, group, name, root, parent, token_ids, checksum)
+        self._by_hash[name] = self._by_block[block_id] = cached
+        self._note_changed(cached, is_cached=True)
         return cached
 
     def take_changes(self) -> PrefixChanges:
@@ -158,34 +193,56 @@ class BlockPool:
         return BlockPoolStats(
             num_blocks=self.num_blocks,
             num_free=len(self._free),
+            num_pledged=self._num_pledged,
             num_cached=len(self._by_block),
             num_hits=self._num_hits,
             num_evictions=self._num_evictions,
             num_collisions=self._num_collisions,
         )
 
-    def check_invariants(self, block_tables: Iterable[Sequence[BlockId]]) -> None:
-        """Every block is free, or has exactly as many references as block tables hold it."""
+    def check_invariants(self, block_tables: Iterable[Sequence[BlockId]], num_pledged: int = 0) -> None:
+        """Every block is free, or has exactly as many references as block tables hold it; pledges add up."""
         held = Counter(block_id for table in block_tables for block_id in table)
         for block_id, num_refs in enumerate(self._num_refs):
             assert num_refs == held[BlockId(block_id)], f"block {block_id}: {num_refs} references, not {held}"
             assert (num_refs == 0) == (BlockId(block_id) in self._free), f"block {block_id} is free and held"
         assert len(self._by_hash) == len(self._by_block)
         assert all(self._is_cached(cached) for cached in self._by_block.values())
+        assert self._num_pledged == num_pledged, f"{self._num_pledged} blocks are pledged, not {num_pledged}"
+        assert not self._windowed & self._free.keys(), "a free block belongs to a group"
+        assert 0 <= self.num_available <= len(self._free), "more is pledged than there is"
+
+    def _tokens_of(self, token_ids: Sequence[int], ordinal: int) -> tuple[int, ...]:
+        return tuple(token_ids[ordinal * self.block_size : (ordinal + 1) * self.block_size])
 
     def _is_cached(self, cached: CachedBlock) -> bool:
         return self._by_hash.get(cached.block_hash) is cached
+
+    def _can_be_followed(self, parent: CachedBlock) -> bool:
+        return self._is_windowed(parent.group) or self._is_cached(parent)
+
+    def _is_windowed(self, group: int) -> bool:
+        return self.groups[group].window is not None
 
     def _is_stray(self, cached: CachedBlock) -> bool:
         """Whether nobody can find it any more, since the block that it follows was evicted before it.
 
         That happens when two sequences computed one prompt, and the one that published the beginning left first.
         """
-        return cached.parent is not None and not self._is_cached(cached.parent)
+        return cached.parent is not None and not self._can_be_followed(cached.parent)
 
     def _forget(self, cached: CachedBlock) -> None:
-        del self._by_hash[cached.block_hash], self._by_block[cached.block_id]
-        self._changed[cached.entry()] = False
+        del self._by_hash[cached.block_hash], self._by_block[cached.held_id]
+        self._note_changed(cached, is_cached=False)
+
+    def _note_changed(self, cached: CachedBlock, *, is_cached: bool) -> None:
+        # Others hear of the first group's blocks: they are those of the widest view.
+        if cached.group == 0:
+            self._changed[cached.entry()] = is_cached
+
+    def _note_held(self, block_id: BlockId, group: int) -> None:
+        if self._is_windowed(group):
+            self._windowed.add(block_id)
 
     def _take_free(self) -> BlockId:
         block_id, _ = self._free.popitem(last=False)
@@ -195,7 +252,3 @@ class BlockPool:
             self._num_evictions += 1
         self._num_refs[block_id] = 1
         return block_id
-
-
-def _same(cached: CachedBlock, root: BlockHash, parent: CachedBlock | None, token_ids: Sequence[int]) -> bool:
-    return cached.root == root and cached.parent is parent and cached.token_ids == tuple(token_ids)

@@ -110,7 +110,7 @@ class Engine:
         queues, pool = self._scheduler.stats(), self._scheduler.pool
         return EngineStats(
             num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
+            num_free_blocks=pool.num_available,
             num_running=queues.num_running,
             num_waiting=queues.num_waiting,
             num_pending_tokens=queues.num_pending_tokens,

@@ -6,31 +6,38 @@ from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FinishReason, SequenceId, TokenLogprob
+from paceline.core.ticket import ReadyBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first chunk is computed; all blocks of the known tokens are held."""
+    """The first chunk is computed, and there is room for all known tokens.
+
+    A hand-over of them moves `num_blocks` blocks, of which those that are full have `block_hashes`.
+    """
 
     sequence_id: SequenceId
     num_cached_tokens: int
     queued_s: float
-    block_ids: tuple[BlockId, ...]
+    num_blocks: int
     block_hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """More blocks of a PREFILL_ONLY sequence are computed; `checksums` has one entry (XXH3-64) a new block."""
+    """More of a PREFILL_ONLY sequence is computed: the next of the blocks that a hand-over moves."""
 
     sequence_id: SequenceId
     num_computed_tokens: int
-    checksums: tuple[int, ...]
+    blocks: tuple[ReadyBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The blocks of an AWAIT_KV sequence are held; the first `num_held` have their content already."""
+    """The blocks of an AWAIT_KV sequence are held; the first `num_held` have their content already.
+
+    They are those that a hand-over moves, in the same order as with the owner.
+    """
 
     sequence_id: SequenceId
     block_ids: tuple[BlockId, ...]

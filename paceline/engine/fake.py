@@ -1,21 +1,25 @@
 """A runner without a model, for tests, the simulator and demos: fast, exact, and honest about its KV.
 
-A token's "KV" is its id and position, in the block where real KV would be. The next token is a digest of what is
-read back from those blocks; so a block that is lost, stale, misplaced or another's changes the tokens.
+A token's "KV" is its id and position, in the blocks where real KV would be: one in each KV group. The next token is a
+digest of what is read back from those blocks, as far as the group sees; so a block that is lost, stale, misplaced or
+another's changes the tokens.
 """
 
 import hashlib
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import xxhash
 
-from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.core.kv_layout import BlockId, KVGroup, KVLayout, LayerKV
 from paceline.core.request import SamplingParams, TokenLogprob
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 _SLOT = struct.Struct("<II")  # token id, position
+
+
+_WHOLE = (KVGroup(),)
 
 
 def fake_layout(block_size: int) -> KVLayout:
@@ -50,7 +54,16 @@ class FakeMemory:
 class FakeModelRunner:
     """Gives the tokens of `fake_next_token`; a step takes `step_s` seconds."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int, *, step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        groups: Sequence[KVGroup] = _WHOLE,
+        step_s: float = 0.0,
+    ) -> None:
+        self._groups = groups
         self.memory = FakeMemory(num_blocks, block_size)
         self._vocab_size = vocab_size
         self._step_s = step_s
@@ -70,21 +83,38 @@ class FakeModelRunner:
         return StepOutput(token_ids, logprobs)
 
     def _write(self, item: ScheduledSequence) -> None:
-        size = self.memory.block_size
-        for position, token_id in enumerate(item.token_ids, item.start):
-            block_id = item.block_table[position // size]
-            self.memory.write(block_id, position % size * _SLOT.size, _SLOT.pack(token_id, position))
+        for table in item.block_tables:
+            for position, token_id in enumerate(item.token_ids, item.start):
+                block_id, slot = self._slot(table, position)
+                self.memory.write(block_id, slot, _SLOT.pack(token_id, position))
 
     def _sample(self, item: ScheduledSequence, task: SampleTask) -> int:
-        blocks = b"".join(self.memory.read(block_id) for block_id in item.block_table)
-        return _digest_token(blocks[: item.end * _SLOT.size], task.params, self._vocab_size, task.banned_ids)
+        context = b"".join(
+            self._read(table, group.first_visible(item.end - 1), item.end)
+            for table, group in zip(item.block_tables, self._groups, strict=True)
+        )
+        return _digest_token(context, task.params, self._vocab_size, task.banned_ids)
+
+    def _read(self, table: BlockTable, first: int, end: int) -> bytes:
+        slots = (self._slot(table, position) for position in range(first, end))
+        return b"".join(self.memory.read(block_id)[slot : slot + _SLOT.size] for block_id, slot in slots)
+
+    def _slot(self, table: BlockTable, position: int) -> tuple[BlockId, int]:
+        block_id = table[position // self.memory.block_size]
+        assert block_id is not None, "what is seen is held"
+        return block_id, position % self.memory.block_size * _SLOT.size
 
 
 def fake_next_token(
-    token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, banned_ids: Collection[int] = ()
+    token_ids: tuple[int, ...],
+    params: SamplingParams,
+    vocab_size: int,
+    banned_ids: Collection[int] = (),
+    groups: Sequence[KVGroup] = _WHOLE,
 ) -> int:
     """The oracle: what the fake model says after `token_ids`."""
-    context = b"".join(_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids))
+    slots = [_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids)]
+    context = b"".join(slot for group in groups for slot in slots[group.first_visible(len(slots) - 1) :])
     return _digest_token(context, params, vocab_size, banned_ids)
 
 

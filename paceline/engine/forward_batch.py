@@ -5,18 +5,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.kv_layout import BlockId
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRange:
-    """One sequence's part of the batch: its tokens [first, last) attend to the first `context` tokens it has."""
+    """One sequence's part of the batch: its tokens [first, last) attend to the first `context` tokens it has.
+
+    `block_tables` has one for each KV group, [ceil(context / block_size)]; 0 stands where there is no block, since none of
+    these tokens sees it.
+    """
 
     first: int
     last: int
     context: int
-    block_table: Tensor  # [ceil(context / block_size)]
+    block_tables: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class ForwardBatch:
 
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]
-    slot_mapping: Tensor  # [num_tokens], block id * block size + offset
+    slot_mappings: tuple[Tensor, ...]  # one a KV group, [num_tokens], block id * block size + offset
     queries: tuple[QueryRange, ...]
     sample_rows: Tensor  # [num_samples], rows of token_ids whose logits are needed
     sample_tasks: tuple[SampleTask, ...]  # num_samples
@@ -41,28 +44,35 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
     queries, sample_rows, first = [], [], 0
     for item in scheduled:
         last = first + len(item.token_ids)
-        queries.append(QueryRange(first, last, item.end, _block_table(item, block_size)))
+        queries.append(QueryRange(first, last, item.end, _block_tables(item, block_size)))
         if item.sample is not None:
             sample_rows.append(last - 1)
         first = last
     return ForwardBatch(
         token_ids=torch.tensor([token_id for item in scheduled for token_id in item.token_ids]),
         positions=torch.tensor([position for item in scheduled for position in range(item.start, item.end)]),
-        slot_mapping=torch.tensor([slot for item in scheduled for slot in _slots(item, block_size)]),
+        slot_mappings=tuple(
+            torch.tensor([slot for item in scheduled for slot in _slots(item, group, block_size)])
+            for group in range(len(scheduled[0].block_tables))
+        ),
         queries=tuple(queries),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long),
         sample_tasks=tuple(item.sample for item in scheduled if item.sample is not None),
     )
 
 
-def _block_table(item: ScheduledSequence, block_size: int) -> Tensor:
+def _block_tables(item: ScheduledSequence, block_size: int) -> tuple[Tensor, ...]:
     num_blocks = -(-item.end // block_size)
-    return torch.tensor(item.block_table[:num_blocks])
+    return tuple(
+        torch.tensor([block_id or 0 for block_id in table[:num_blocks]]) for table in item.block_tables
+    )
 
 
-def _slots(item: ScheduledSequence, block_size: int) -> list[int]:
-    table: tuple[BlockId, ...] = item.block_table
-    return [
-        table[position // block_size] * block_size + position % block_size
-        for position in range(item.start, item.end)
-    ]
+def _slots(item: ScheduledSequence, group: int, block_size: int) -> list[int]:
+    table = item.block_tables[group]
+    slots = []
+    for position in range(item.start, item.end):
+        block_id = table[position // block_size]
+        assert block_id is not None, "a token that is computed has a place"
+        slots.append(block_id * block_size + position % block_size)
+    return slots

@@ -1,4 +1,4 @@
-"""The memory of the KV blocks: one tensor, block after block, and each layer's view into it."""
+"""The memory of the KV blocks: one tensor, block after block, and each layer's view into its group's blocks."""
 
 import torch
 import xxhash
@@ -10,11 +10,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
-    """`num_blocks` blocks of `layout`. Block-major, so that a block is one run of bytes over all layers.
+    """`num_blocks` blocks of `layout`. Block-major, so that a block is one run of bytes over the layers of its group.
 
         block 0: | layer 0 keys | layer 0 values | layer 1 keys | ... |   block 1: | layer 0 keys | ...
 
-    `keys[layer]` is a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. A layer that
+    Which group a block belongs to is for the block tables to know. `group_of[layer]` is the layer's, `keys[layer]` a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. A layer that
     shares the keys and values of another one has the other one's views.
     """
 
@@ -24,6 +24,7 @@ class KVCache:
         # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
         pool = torch.empty(num_blocks, layout.block_items, dtype=TORCH_DTYPES[layout.dtype])
         self._bytes = memoryview(pool.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._make_views(pool)
@@ -39,11 +40,14 @@ class KVCache:
         self.keys[layer][blocks, offsets] = keys
         self.values[layer][blocks, offsets] = values
 
-    def gather(self, layer: int, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """The first `num_tokens` keys and values of a sequence, each [num_tokens, num_kv_heads, dim]."""
-        keys = self.keys[layer][block_table].flatten(0, 1)
-        values = self.values[layer][block_table].flatten(0, 1)
-        return keys[:num_tokens], values[:num_tokens]
+    def gather(self, layer: int, block_table: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """A sequence's keys and values at positions [first, last), each [last - first, num_kv_heads, dim]."""
+        size = self.layout.block_size
+        blocks = block_table[first // size : -(-last // size)]
+        start = first - first // size * size
+        keys = self.keys[layer][blocks].flatten(0, 1)
+        values = self.values[layer][blocks].flatten(0, 1)
+        return keys[start : start + last - first], values[start : start + last - first]
 
     def read(self, block_id: BlockId) -> memoryview:
         """The block's bytes, valid while the block is held."""
@@ -61,13 +65,14 @@ class KVCache:
         return xxhash.xxh3_64_intdigest(self.read(block_id))
 
     def _make_views(self, pool: Tensor) -> None:
-        start = 0
-        for layer in self.layout.layers:
+        starts = [0] * len(self.layout.groups)
+        for index, layer in enumerate(self.layout.layers):
+            group = self.group_of[index]
             for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
                 if layer.shared_with is not None:
                     views.append(views[layer.shared_with])
                     continue
                 num_items = self.layout.block_size * layer.num_kv_heads * dim
-                run = pool[:, start : start + num_items]
+                run = pool[:, starts[group] : starts[group] + num_items]
                 views.append(run.view(-1, self.layout.block_size, layer.num_kv_heads, dim))
-                start += num_items
+                starts[group] += num_items

@@ -12,7 +12,7 @@ from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -51,6 +51,11 @@ class ModelRunner:
         return logits if self._keeps_rows else logits[batch.sample_rows]
 
 
+def min_blocks(layout: KVLayout) -> int:
+    """Blocks that the checks at start need: two sequences of a block and a bit."""
+    return 2 * layout.num_blocks_for(layout.block_size + 3)
+
+
 @torch.inference_mode()
 def require_same_as_transformers(runner: ModelRunner, model: PreTrainedModel, layout: KVLayout) -> None:
     """Refuses a model that our attention would serve wrongly, by comparing two sequences in one batch with its own.
@@ -78,8 +83,6 @@ def require_same_as_transformers(runner: ModelRunner, model: PreTrainedModel, la
 
 def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayout) -> Tensor:
     """Each prompt in two chunks, the second ones together."""
-    num_blocks = layout.num_blocks_for(len(prompts[0]))
-    tables = [tuple(BlockId(i * num_blocks + j) for j in range(num_blocks)) for i in range(len(prompts))]
     logits = torch.empty(0)
     for start, end in ((0, layout.block_size), (layout.block_size, len(prompts[0]))):
         scheduled = tuple(
@@ -87,10 +90,17 @@ def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayou
                 sequence_id=SequenceId(RequestId("probe"), index),
                 token_ids=tuple(prompt[start:end]),
                 start=start,
-                block_table=tables[index],
+                block_tables=side_by_side(index, len(prompt), layout),
                 sample=SampleTask(SamplingParams(), position=end),
             )
             for index, prompt in enumerate(prompts)
         )
         logits = runner.forward(build_forward_batch(SchedulerOutput(scheduled, ()), layout.block_size))
     return logits
+
+
+def side_by_side(index: int, num_tokens: int, layout: KVLayout) -> tuple[BlockTable, ...]:
+    """Block tables of the sequence with this index among several of `num_tokens` tokens, from the first block on."""
+    num_blocks, num_groups = -(-num_tokens // layout.block_size), len(layout.groups)
+    firsts = (num_blocks * (index * num_groups + group) for group in range(num_groups))
+    return tuple(tuple(BlockId(first + ordinal) for ordinal in range(num_blocks)) for first in firsts)

@@ -14,7 +14,9 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
-from paceline.engine.block_pool import BlockPool, CachedBlock
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.block_tables import SequenceBlocks
+from paceline.engine.cached_prefix import CachedPrefix, find_prefix
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
@@ -72,7 +74,8 @@ class Scheduler:
         if spec.sequence_id in self._sequences:
             return
         root = chain_root(self.config.fingerprint, spec.cache_scope)
-        sequence = Sequence(spec, role, root, arrival_s=self._clock())
+        blocks = SequenceBlocks(self.pool, self._checksum)
+        sequence = Sequence(spec, role, root, blocks, arrival_s=self._clock())
         self._sequences[spec.sequence_id] = sequence
         self._waiting.append(sequence)
 
@@ -89,7 +92,7 @@ class Scheduler:
         sequence.role, sequence.status = SequenceRole.GENERATE, SequenceStatus.RUNNING
         sequence.announced = True
         sequence.num_computed_tokens = sequence.num_tokens
-        self._seal_full_blocks(sequence)
+        self._seal(sequence)
         sequence.append(first.token_id, self.config.eos_token_ids)
         if first.finish_reason is not None:
             self.release(sequence_id)
@@ -106,7 +109,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        self.pool.release(sequence.forget_blocks())
+        sequence.forget_blocks()
 
     # -- the step
 
@@ -131,7 +134,7 @@ class Scheduler:
         for item in output.scheduled:
             sequence = self._sequences[item.sequence_id]
             sequence.num_computed_tokens = item.end
-            self._seal_full_blocks(sequence)
+            self._seal(sequence)
             events += self._announce(sequence)
             if item.sample is not None:
                 events.append(self._take_token(sequence, *next(sampled)))
@@ -150,15 +153,17 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Blocks are whole, and every sequence is in the one queue that its status says."""
-        self.pool.check_invariants(sequence.block_table for sequence in self._sequences.values())
+        tables = [table for sequence in self._sequences.values() for table in sequence.blocks.tables]
+        self.pool.check_invariants(
+            [table.held_ids for table in tables], sum(table.pledged for table in tables)
+        )
         for sequence in self._sequences.values():
             waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
             assert (sequence in self._waiting) == waits
             assert (sequence in self._parked) == (sequence.status is SequenceStatus.WAITING_FOR_KV)
             assert (sequence in self._running) == (sequence.status is SequenceStatus.RUNNING)
-            assert not (waits and sequence.block_table), "a waiting sequence holds blocks"
-            held_tokens = len(sequence.block_table) * self.pool.block_size
-            assert sequence.num_computed_tokens <= held_tokens, "computed tokens without a block"
+            assert not (waits and not sequence.blocks.is_empty), "a waiting sequence holds blocks"
+            assert sequence.num_computed_tokens <= sequence.blocks.num_tokens_held, "computed without a block"
         queued = len(self._waiting) + len(self._parked) + len(self._running)
         assert queued <= len(self._sequences), "a forgotten sequence is still queued"
 
@@ -173,11 +178,11 @@ class Scheduler:
                 break
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
+            num_tokens = min(sequence.num_uncomputed_tokens, budget)
             # Whoever comes earlier in the order is scheduled already, and so is no victim.
-            if self._needs_block(sequence) and not self._grow(sequence, order[index + 1 :]):
+            if not self._grow(sequence, num_tokens, order[index + 1 :]):
                 preempted = True
                 continue
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
             scheduled.append(self._scheduled(sequence, num_tokens))
             budget -= num_tokens
         preempted |= any(s.status is SequenceStatus.PREEMPTED for s in order)
@@ -197,6 +202,7 @@ class Scheduler:
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            sequence.blocks.extend(sequence.num_computed_tokens + num_tokens)
             scheduled.append(self._scheduled(sequence, num_tokens))
             budget -= num_tokens
 
@@ -207,41 +213,46 @@ class Scheduler:
             sequence_id=sequence.sequence_id,
             token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
             start=start,
-            block_table=tuple(sequence.block_table),
+            block_tables=sequence.blocks.view(),
             sample=_sample_task(sequence, self.config.eos_token_ids) if completes else None,
         )
 
     def _reserve(self, sequence: Sequence) -> bool:
-        """Takes blocks for every known token, cached ones where there are some; all or nothing.
+        """Takes room for every known token, cached blocks where there are some; all or nothing.
 
-        One free block is left for the growth of each running sequence: without it somebody is preempted at once.
+        A block of each group is left for the growth of each running sequence: without it somebody is preempted at once.
         """
-        hits = self._cached_prefix(sequence)
-        num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
-        if self.pool.num_free_after(hits) < num_new + len(self._running):
+        prefix = self._cached_prefix(sequence)
+        if not sequence.blocks.reserve(
+            prefix,
+            sequence.num_tokens,
+            self.config.max_num_batched_tokens,
+            is_filled_outside=sequence.role is SequenceRole.AWAIT_KV,
+            spare=len(self._running) * len(self.pool.groups),
+        ):
             return False
-        sequence.block_table = self.pool.acquire(hits) + self.pool.allocate(num_new)
-        sequence.published = list(hits)
-        sequence.checksums = [block.checksum for block in hits]
-        sequence.num_computed_tokens = len(hits) * self.pool.block_size
+        sequence.num_computed_tokens = prefix.num_blocks * self.pool.block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
-    def _cached_prefix(self, sequence: Sequence) -> list[CachedBlock]:
-        if sequence.spec.bypass_cache:
-            return []
-        self._extend_hashes(sequence)
+    def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
+        if not sequence.spec.bypass_cache:
+            self._extend_hashes(sequence)
         # A token is sampled from its predecessor's output, so that one is computed even if it is cached;
         # unless the sampling has happened elsewhere.
-        last_needed = 0 if sequence.role is SequenceRole.AWAIT_KV else 1
-        num_usable = (sequence.num_tokens - last_needed) // self.pool.block_size
-        return self.pool.lookup(sequence.root, sequence.block_hashes[:num_usable], sequence.token_ids)
+        is_elsewhere = sequence.role is SequenceRole.AWAIT_KV
+        max_blocks = (sequence.num_tokens - (0 if is_elsewhere else 1)) // self.pool.block_size
+        next_position = sequence.num_tokens if is_elsewhere else None
+        return find_prefix(self.pool, sequence.chain, max_blocks, next_position)
 
     def _park(self, sequence: Sequence) -> Event:
         sequence.status = SequenceStatus.WAITING_FOR_KV
         self._parked.append(sequence)
-        return Reserved(sequence.sequence_id, tuple(sequence.block_table), num_held=len(sequence.published))
+        blocks, num_cached = sequence.blocks, sequence.num_computed_tokens // self.pool.block_size
+        return Reserved(
+            sequence.sequence_id, blocks.place_ids(), num_held=blocks.num_places_before(num_cached)
+        )
 
     def _expire(self) -> list[Event]:
         now_s = self._clock()
@@ -257,25 +268,25 @@ class Scheduler:
 
     # -- growing and preempting
 
-    def _needs_block(self, sequence: Sequence) -> bool:
-        # All known tokens got their blocks at admission, so only a decode step can outgrow the table, by one.
-        return self._num_blocks_for(sequence.num_tokens) > len(sequence.block_table)
+    def _grow(self, sequence: Sequence, num_tokens: int, candidates: list[Sequence]) -> bool:
+        """Makes room for `num_tokens` more, preempting the youngest candidates for it, at last `sequence` itself.
 
-    def _grow(self, sequence: Sequence, candidates: list[Sequence]) -> bool:
-        """Adds a block, preempting the youngest candidates for it, at last `sequence` itself; False in that case."""
+        False in that case. All known tokens have room since the admission, so that only a decode step may lack it.
+        """
         victims = [s for s in candidates if _may_preempt(s)]
-        while self.pool.num_free == 0:
+        end = sequence.num_computed_tokens + num_tokens
+        while self.pool.num_available < sequence.blocks.num_missing(end):
             victim = max(victims, key=lambda s: s.arrival_s) if victims else sequence
             self._preempt(victim)
             if victim is sequence:
                 return False
             victims.remove(victim)
-        sequence.block_table += self.pool.allocate(1)
+        sequence.blocks.extend(end)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self.pool.release(sequence.forget_blocks())
+        sequence.forget_blocks()
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
         self._num_preemptions += 1
@@ -283,29 +294,12 @@ class Scheduler:
 
     # -- taking results
 
-    def _seal_full_blocks(self, sequence: Sequence) -> None:
-        """Checksums the blocks that have just become full, and publishes them."""
-        num_full = sequence.num_computed_tokens // self.pool.block_size
+    def _seal(self, sequence: Sequence) -> None:
+        """Checksums and publishes what has become full, and lets go of what nobody will see any more."""
         if not sequence.spec.bypass_cache:
             self._extend_hashes(sequence)
-        for ordinal in range(len(sequence.checksums), num_full):
-            sequence.checksums.append(self._checksum(sequence.block_table[ordinal]))
-            # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
-            if not sequence.spec.bypass_cache and len(sequence.published) == ordinal:
-                self._publish(sequence, ordinal)
-
-    def _publish(self, sequence: Sequence, ordinal: int) -> None:
-        start = ordinal * self.pool.block_size
-        cached = self.pool.publish(
-            block_id=sequence.block_table[ordinal],
-            block_hash=sequence.block_hashes[ordinal],
-            root=sequence.root,
-            parent=sequence.published[-1] if sequence.published else None,
-            token_ids=sequence.token_ids[start : start + self.pool.block_size],
-            checksum=sequence.checksums[ordinal],
-        )
-        if cached is not None:
-            sequence.published.append(cached)
+        sequence.blocks.seal(sequence.num_computed_tokens, sequence.chain)
+        sequence.blocks.trim(sequence.num_computed_tokens, sequence.num_tokens)
 
     def _announce(self, sequence: Sequence) -> list[Event]:
         """Says that a sequence has started, and which blocks of a PREFILL_ONLY one have become ready."""
@@ -318,11 +312,11 @@ class Scheduler:
         return events
 
     def _ready_blocks(self, sequence: Sequence) -> Event:
-        if sequence.num_uncomputed_tokens == 0 and len(sequence.checksums) < len(sequence.block_table):
-            sequence.checksums.append(self._checksum(sequence.block_table[-1]))
-        checksums = tuple(sequence.checksums[sequence.num_announced_blocks :])
-        sequence.num_announced_blocks = len(sequence.checksums)
-        return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, checksums)
+        blocks = sequence.blocks.ready_places(
+            sequence.num_announced_blocks, is_complete=sequence.num_uncomputed_tokens == 0
+        )
+        sequence.num_announced_blocks += len(blocks)
+        return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, blocks)
 
     def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Event:
         finish_reason = sequence.append(token_id, self.config.eos_token_ids)
@@ -352,9 +346,6 @@ class Scheduler:
             parent = hashes[-1] if hashes else sequence.root
             hashes.append(self._hash_block(parent, sequence.token_ids[start : start + size]))
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
-
 
 def _sample_task(sequence: Sequence, eos_token_ids: frozenset[int]) -> SampleTask:
     spec, num_prompt = sequence.spec, len(sequence.spec.prompt_ids)
@@ -380,6 +371,6 @@ def _started(sequence: Sequence) -> Started:
         sequence_id=sequence.sequence_id,
         num_cached_tokens=sequence.num_cached_tokens,
         queued_s=sequence.started_s - sequence.arrival_s,
-        block_ids=tuple(sequence.block_table),
-        block_hashes=tuple(sequence.block_hashes),
+        num_blocks=sequence.blocks.num_places,
+        block_hashes=sequence.blocks.place_hashes(sequence.block_hashes),
     )

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass, field
 
 from paceline.core.block_hash import BlockHash
-from paceline.core.kv_layout import BlockId
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec
-from paceline.engine.block_pool import CachedBlock
+from paceline.engine.block_tables import SequenceBlocks
+from paceline.engine.cached_prefix import TokenChain
 
 
 class SequenceStatus(enum.Enum):
@@ -44,19 +44,15 @@ class Sequence:
     role: SequenceRole
     # What the chain of its block hashes starts from.
     root: BlockHash
+    blocks: SequenceBlocks
     arrival_s: float
     token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    block_table: list[BlockId] = field(default_factory=list)
     # Hashes of the full blocks of token_ids; grows as blocks fill up. Empty when the cache is bypassed.
     block_hashes: list[BlockHash] = field(default_factory=list)
-    # Checksums (XXH3-64) of the blocks whose content is complete, from the first on.
-    checksums: list[int] = field(default_factory=list)
-    # The cached blocks that carry this sequence's prefix; shorter than checksums after a hash collision.
-    published: list[CachedBlock] = field(default_factory=list)
     started_s: float | None = None
     announced: bool = False
     num_announced_blocks: int = 0
@@ -121,10 +117,12 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def forget_blocks(self) -> list[BlockId]:
-        """Gives up the blocks, and with them everything computed; returns them for release."""
-        block_ids, self.block_table = self.block_table, []
+    def forget_blocks(self) -> None:
+        """Gives up the blocks, and with them everything computed."""
+        self.blocks.release()
         self.num_computed_tokens = 0
-        self.checksums.clear()
-        self.published.clear()
-        return block_ids
+
+    @property
+    def chain(self) -> TokenChain:
+        """What names its blocks."""
+        return TokenChain(self.root, self.block_hashes, self.token_ids)

@@ -6,6 +6,9 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams, SequenceId, TokenLogprob
 from paceline.engine.events import Event
 
+# A sequence's blocks in one KV group, by their place; None for those that no token still to come sees.
+BlockTable = tuple[BlockId | None, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
@@ -24,7 +27,7 @@ class SampleTask:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute `token_ids`, which begin at position `start`, into the blocks of `block_table`.
+    """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
     If `sample` is set, then choose the token that follows them.
     """
@@ -32,7 +35,7 @@ class ScheduledSequence:
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
     start: int
-    block_table: tuple[BlockId, ...]
+    block_tables: tuple[BlockTable, ...]
     sample: SampleTask | None
 
     @property

@@ -125,5 +125,5 @@ def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint.digest(),
     )
-    pool = BlockPool(loaded.num_blocks, config.block_size)
+    pool = BlockPool(loaded.num_blocks, config.block_size, loaded.layout.groups)
     return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory.checksum), loaded.runner)

@@ -7,7 +7,7 @@ from typing import TypeVar
 from paceline.core.block_hash import BlockHash, hash_block
 from paceline.core.clock import ManualClock
 from paceline.core.errors import PacelineError
-from paceline.core.kv_layout import BlockId
+from paceline.core.kv_layout import BlockId, KVGroup
 from paceline.core.request import FinishReason, FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Runner
@@ -19,19 +19,24 @@ from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from tests.factories import BLOCK_SIZE, make_id
 
 VOCAB_SIZE = 50
+WHOLE = (KVGroup(),)
 E = TypeVar("E", bound=Event)
 HashBlock = Callable[[BlockHash, Sequence[int]], BlockHash]
 
 
 def oracle(
-    spec: SequenceSpec, *, vocab_size: int = VOCAB_SIZE, eos: frozenset[int] = frozenset()
+    spec: SequenceSpec,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    eos: frozenset[int] = frozenset(),
+    groups: Sequence[KVGroup] = WHOLE,
 ) -> tuple[list[int], FinishReason]:
     """All output tokens of a sequence and how it ends, computed one after the other without any engine."""
     output = list(spec.output_ids)
     while True:
         ends = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos))
         banned = ends if len(output) < spec.min_tokens else ()
-        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size, banned)
+        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size, banned, groups)
         output.append(token_id)
         if token_id in spec.stop_token_ids:
             return output, FinishReason.STOP
@@ -53,10 +58,11 @@ class Bench:
         eos: Iterable[int] = (),
         hash_block: HashBlock = hash_block,
         runner: Runner | None = None,
+        groups: Sequence[KVGroup] = WHOLE,
     ) -> None:
         self.clock = ManualClock(100.0)
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.runner = runner or FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, groups)
+        self.runner = runner or FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, groups=groups)
         self.eos = frozenset(eos)
         config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model")
         self.scheduler = Scheduler(
@@ -78,7 +84,7 @@ class Bench:
         """Brings the KV of a parked sequence from outside, then commits it."""
         reserved = self.one(spec.sequence_id, Reserved)
         assert isinstance(self.runner, FakeModelRunner)
-        fill(self.runner, spec.known_ids, reserved.block_ids, reserved.num_held)
+        fill(self.runner, self.pool.groups, spec.known_ids, reserved)
         self.scheduler.commit(spec.sequence_id, first)
         self.scheduler.check_invariants()
 
@@ -152,12 +158,14 @@ class Bench:
         assert len(output.scheduled) <= config.max_num_seqs
         assert len({item.sequence_id for item in output.scheduled}) == len(output.scheduled)
         assert all(item.token_ids for item in output.scheduled), "nothing to compute is not scheduled"
-        written: set[BlockId] = set()
+        written: set[BlockId | None] = set()
         for item in output.scheduled:
             size = self.pool.block_size
-            mine = set(item.block_table[item.start // size : -(-item.end // size)])
-            assert not mine & written, "two sequences write to one block"
-            written |= mine
+            for table in item.block_tables:
+                mine = set(table[item.start // size : -(-item.end // size)])
+                assert None not in mine, "a token is computed into no block"
+                assert not mine & written, "two tables write to one block"
+                written |= mine
 
 
 def _end_of(event: Event) -> FinishReason | PacelineError | None:
@@ -167,8 +175,20 @@ def _end_of(event: Event) -> FinishReason | PacelineError | None:
 
 
 def fill(
-    runner: FakeModelRunner, token_ids: tuple[int, ...], block_ids: tuple[BlockId, ...], num_held: int
+    runner: FakeModelRunner, groups: Sequence[KVGroup], token_ids: tuple[int, ...], reserved: Reserved
 ) -> None:
     """Writes a prompt's KV as a receiver would: into the blocks that do not hold it already."""
-    start = num_held * runner.memory.block_size
-    runner._write(ScheduledSequence(make_id(), token_ids[start:], start, block_ids, None))
+    for place, (ordinal, _) in list(enumerate(places(groups, len(token_ids))))[reserved.num_held :]:
+        tokens = token_ids[ordinal * BLOCK_SIZE : (ordinal + 1) * BLOCK_SIZE]
+        table = (*[None] * ordinal, reserved.block_ids[place])
+        runner._write(ScheduledSequence(make_id(), tokens, ordinal * BLOCK_SIZE, (table,), None))
+
+
+def places(groups: Sequence[KVGroup], num_tokens: int) -> list[tuple[int, int]]:
+    """What a hand-over of so many tokens moves: (which block, of which group), in order."""
+    return [
+        (ordinal, index)
+        for ordinal in range(-(-num_tokens // BLOCK_SIZE))
+        for index, group in enumerate(groups)
+        if (ordinal + 1) * BLOCK_SIZE > group.first_visible(num_tokens)
+    ]

@@ -18,7 +18,7 @@ from paceline.engine.fake import FakeModelRunner
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.worker.events import EventQueue
-from tests.engine.harness import VOCAB_SIZE, fill, oracle
+from tests.engine.harness import VOCAB_SIZE, WHOLE, fill, oracle
 from tests.engine.runners import BrokenRunner, GatedRunner
 from tests.factories import BLOCK_SIZE, make_id, make_spec
 
@@ -225,7 +225,7 @@ async def test_a_hand_over_through_the_engine_gives_the_oracle_s_tokens() -> Non
         events = _submit(engine, spec, SequenceRole.AWAIT_KV)
         reserved = await anext(events)
         assert isinstance(reserved, Reserved)
-        fill(runner, PROMPT, reserved.block_ids, reserved.num_held)
+        fill(runner, WHOLE, PROMPT, reserved)
         engine.commit(spec.sequence_id, FirstToken(whole[0]))
         assert _tokens(await _until_end(events)) == whole[1:]
 

@@ -4,7 +4,8 @@ import pytest
 
 from paceline.core.block_hash import BlockHash, chain_root, hash_full_blocks
 from paceline.core.kv_layout import BlockId
-from paceline.engine.block_pool import BlockPool, CachedBlock
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.cached_block import CachedBlock
 
 ROOT = chain_root(b"model", "")
 TOKENS = tuple(range(100, 112))  # three blocks of 4
@@ -39,10 +40,10 @@ def test_blocks_are_taken_and_given_back() -> None:
     pool = BlockPool(4, 4)
     taken = pool.allocate(3)
     assert len(set(taken)) == 3
-    assert pool.num_free == 1
+    assert pool.num_available == 1
     pool.check_invariants([taken])
     pool.release(taken)
-    assert pool.num_free == 4
+    assert pool.num_available == 4
     pool.check_invariants([])
 
 
@@ -131,7 +132,7 @@ def test_the_prefix_released_longest_ago_is_evicted_first() -> None:
     prompts = [(n,) * 4 for n in range(3)]
     chains = [_publish_chain(pool, pool.allocate(1), prompt)[0] for prompt in prompts]
     for chain in chains:
-        pool.release([chain.block_id])
+        pool.release([chain.held_id])
     pool.release(pool.acquire(_lookup(pool, prompts[0])))
     pool.allocate(2)
     assert [bool(_lookup(pool, prompt)) for prompt in prompts] == [True, False, False]
@@ -144,7 +145,7 @@ def test_a_held_block_is_never_evicted() -> None:
     published = _publish_chain(pool, block_ids)
     pool.release(block_ids)
     held = pool.acquire(published[:1])
-    taken = pool.allocate(pool.num_free)
+    taken = pool.allocate(pool.num_available)
     assert not set(taken) & set(held)
     assert _lookup(pool) == published[:1]
     pool.check_invariants([held, taken])
@@ -157,20 +158,20 @@ def test_a_shared_block_is_free_only_after_its_last_holder() -> None:
     again = pool.acquire(_publish_chain(pool, block_ids))
     assert again == block_ids
     pool.release(block_ids)
-    assert pool.num_free == 0
+    assert pool.num_available == 0
     pool.release(again)
-    assert pool.num_free == 1
+    assert pool.num_available == 1
 
 
 def test_room_is_foretold_exactly() -> None:
-    """`num_free_after` counts the hits that are free now, and no others."""
+    """`num_available_after` counts the hits that are free now, and no others."""
     pool = BlockPool(6, 4)
     block_ids = pool.allocate(3)
     published = _publish_chain(pool, block_ids)
     pool.release(block_ids[1:])
-    foretold = pool.num_free_after(published)
+    foretold = pool.num_available_after(published)
     pool.acquire(published)
-    assert foretold == pool.num_free == 3
+    assert foretold == pool.num_available == 3
 
 
 def test_the_first_publisher_of_a_prefix_keeps_it() -> None:
@@ -216,7 +217,7 @@ def _orphan(pool: BlockPool) -> None:
     parents = _publish_chain(pool, first, TOKENS[:4])
     _publish_chain(pool, other, TOKENS[:8])
     pool.release(first)
-    taken = pool.allocate(pool.num_free)
+    taken = pool.allocate(pool.num_available)
     assert parents[0].block_id in taken
     pool.release(taken)
 

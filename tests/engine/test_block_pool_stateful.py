@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from paceline.core.block_hash import BlockHash, chain_root, hash_block
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry
-from paceline.engine.block_pool import BlockPool, CachedBlock
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.cached_block import CachedBlock
 
 BLOCK_SIZE = 2
 ROOTS = [chain_root(b"model", scope) for scope in ("a", "b")]
@@ -51,9 +52,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         hashes = self._hashes(root, tokens)
         hits = self.pool.lookup(root, hashes, tokens)
         for ordinal, hit in enumerate(hits):
-            assert self.memory[hit.block_id] == (root, tokens[: (ordinal + 1) * BLOCK_SIZE])
+            assert self.memory[hit.held_id] == (root, tokens[: (ordinal + 1) * BLOCK_SIZE])
         num_new = -(-len(tokens) // BLOCK_SIZE) - len(hits)
-        if self.pool.num_free_after(hits) < num_new:
+        if self.pool.num_available_after(hits) < num_new:
             return
         block_ids = self.pool.acquire(hits) + self._allocate(num_new)
         self.live.append(Holder(root, tokens, block_ids, list(hits), hashes))
@@ -84,7 +85,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule()
     def exhaust(self) -> None:
         """Somebody needs all the memory for a moment: nothing stays cached that nobody holds."""
-        self.pool.release(self._allocate(self.pool.num_free))
+        self.pool.release(self._allocate(self.pool.num_available))
 
     @rule()
     def take_changes(self) -> None:

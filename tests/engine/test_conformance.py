@@ -187,7 +187,8 @@ def _wrong_scale(module: nn.Module, query: Tensor, *rest: Any, **kwargs: Any) ->
 def _shifted_slots(module: nn.Module, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
     context = current_attention.get()
     num_slots = context.cache.keys[0].shape[0] * TINY_BLOCK_SIZE
-    batch = replace(context.batch, slot_mapping=(context.batch.slot_mapping + 1) % num_slots)
+    shifted = tuple((slots + 1) % num_slots for slots in context.batch.slot_mappings)
+    batch = replace(context.batch, slot_mappings=shifted)
     token = current_attention.set(replace(context, batch=batch))
     try:
         return paged_attention(module, query, *rest, **kwargs)

@@ -11,7 +11,7 @@ def _item(
     name: str, token_ids: tuple[int, ...], start: int, table: tuple[int, ...], sampling: SamplingParams | None
 ) -> ScheduledSequence:
     sample = SampleTask(sampling, start + len(token_ids)) if sampling else None
-    return ScheduledSequence(make_id(name), token_ids, start, tuple(BlockId(b) for b in table), sample)
+    return ScheduledSequence(make_id(name), token_ids, start, (tuple(BlockId(b) for b in table),), sample)
 
 
 def test_sequences_lie_end_to_end_with_their_own_places() -> None:
@@ -28,9 +28,9 @@ def test_sequences_lie_end_to_end_with_their_own_places() -> None:
     batch = build_forward_batch(output, 4)
     assert batch.token_ids.tolist() == [10, 11, 12, 20, 30, 31]
     assert batch.positions.tolist() == [2, 3, 4, 8, 0, 1]
-    assert batch.slot_mapping.tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 2 * 4, 7 * 4, 7 * 4 + 1]
+    assert batch.slot_mappings[0].tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 2 * 4, 7 * 4, 7 * 4 + 1]
     assert [(q.first, q.last, q.context) for q in batch.queries] == [(0, 3, 5), (3, 4, 9), (4, 6, 2)]
-    assert [q.block_table.tolist() for q in batch.queries] == [[5, 3], [0, 1, 2], [7]]
+    assert [q.block_tables[0].tolist() for q in batch.queries] == [[5, 3], [0, 1, 2], [7]]
     assert batch.sample_rows.tolist() == [3, 5]
     assert batch.sample_tasks == (SampleTask(seeded, 9), SampleTask(GREEDY, 2))
 

@@ -89,9 +89,10 @@ def test_tokens_are_stored_in_their_slots_and_gathered_in_order() -> None:
     slots = torch.tensor([table[position // 4] * 4 + position % 4 for position in range(6)])
     untouched = cache.keys[0][1].clone()
     cache.write_tokens(0, slots, keys, values)
-    found_keys, found_values = cache.gather(0, torch.tensor(table), 6)
-    assert torch.equal(found_keys, keys)
-    assert torch.equal(found_values, values)
+    for first in (0, 3, 4, 5):
+        found_keys, found_values = cache.gather(0, torch.tensor(table), first, 6)
+        assert torch.equal(found_keys, keys[first:])
+        assert torch.equal(found_values, values[first:])
     assert torch.equal(cache.keys[0][1], untouched)
 
 

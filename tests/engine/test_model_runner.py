@@ -5,11 +5,11 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import use_paged_attention
-from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
+from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers, side_by_side
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import BLOCK_SIZE, GREEDY, make_id
 
@@ -17,15 +17,15 @@ from tests.factories import BLOCK_SIZE, GREEDY, make_id
 def _open(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, KVLayout, ModelRunner]:
     model = build_tiny(name, seed=seed)
     layout = use_paged_attention(model, "float32", BLOCK_SIZE)
-    return model, layout, ModelRunner(model, layout, num_blocks=4)
+    return model, layout, ModelRunner(model, layout, min_blocks(layout))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_bigcode", "gemma4"])
 @torch.inference_mode()
 def test_only_rows_that_sample_have_logits(name: str) -> None:
     """They are those of the whole batch, and in its order; a step without any gives none."""
-    _, _, runner = _open(name)
-    tables = ((BlockId(0),), (BlockId(2), BlockId(1)))
+    _, layout, runner = _open(name)
+    tables = (side_by_side(0, 8, layout), side_by_side(1, 9, layout))
     items = [
         ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, SampleTask(GREEDY, 8 + n))
         for n, table in enumerate(tables)

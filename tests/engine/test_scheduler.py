@@ -31,7 +31,7 @@ def test_one_sequence_gives_the_oracle_s_tokens() -> None:
     assert bench.run() == spec.max_tokens
     assert (bench.tokens(sequence_id), bench.end(sequence_id)) == oracle(spec)
     assert bench.end(sequence_id) is FinishReason.LENGTH
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 19, 20, 64])
@@ -256,28 +256,29 @@ def test_a_prefill_gives_one_token_and_holds_its_blocks_until_released() -> None
     sequence_id = bench.add(spec, SequenceRole.PREFILL_ONLY)
     bench.run()
     assert bench.tokens(sequence_id) == oracle(spec)[0][:1]
-    assert bench.pool.num_free == bench.pool.num_blocks - 5
+    assert bench.pool.num_available == bench.pool.num_blocks - 5
     bench.release(sequence_id)
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 def test_a_prefill_names_all_blocks_at_its_start_and_tells_when_each_is_ready() -> None:
-    """Started has every block; then each chunk adds checksums, in order, up to the partial last block."""
+    """Started counts the blocks; then each chunk adds those that it fills, in order, up to the partial last one."""
     bench, spec = Bench(max_num_batched_tokens=7), make_spec(prompt_ids=PROMPT[:18])
     sequence_id = bench.add(spec, SequenceRole.PREFILL_ONLY)
     bench.step()
     started = bench.one(sequence_id, Started)
-    assert len(started.block_ids) == 5
+    assert started.num_blocks == 5
     assert started.block_hashes == hash_full_blocks(chain_root(b"model", ""), PROMPT[:18], 4)
     bench.run()
     ready = bench.of(sequence_id, BlocksReady)
-    assert [(event.num_computed_tokens, len(event.checksums)) for event in ready] == [
+    assert [(event.num_computed_tokens, len(event.blocks)) for event in ready] == [
         (7, 1),
         (14, 2),
         (18, 2),
     ]
-    checksums = [checksum for event in ready for checksum in event.checksums]
-    assert checksums == [bench.runner.memory.checksum(block_id) for block_id in started.block_ids]
+    blocks = [block for event in ready for block in event.blocks]
+    assert len({block.block_id for block in blocks}) == 5
+    assert all(block.checksum == bench.runner.memory.checksum(block.block_id) for block in blocks)
     assert bench.tokens(sequence_id)
 
 
@@ -288,11 +289,9 @@ def test_cached_blocks_of_a_prefill_are_ready_at_once() -> None:
     bench.run()
     sequence_id = bench.add(make_spec("second", PROMPT), SequenceRole.PREFILL_ONLY)
     bench.step()
-    assert len(bench.of(sequence_id, BlocksReady)[0].checksums) == 5
-    block_ids = bench.one(sequence_id, Started).block_ids
-    assert bench.of(sequence_id, BlocksReady)[0].checksums == tuple(
-        bench.runner.memory.checksum(block_id) for block_id in block_ids
-    )
+    blocks = bench.of(sequence_id, BlocksReady)[0].blocks
+    assert len(blocks) == 5
+    assert all(block.checksum == bench.runner.memory.checksum(block.block_id) for block in blocks)
 
 
 def test_a_prefill_is_never_a_victim() -> None:
@@ -321,11 +320,11 @@ def test_a_reservation_is_all_or_nothing() -> None:
     waits = bench.add(make_spec("waits", (*PROMPT[4:], 1)), SequenceRole.AWAIT_KV)
     bench.step()
     assert bench.of(waits, Reserved) == []
-    assert bench.pool.num_free == 4
+    assert bench.pool.num_available == 4
     bench.release(first)
     bench.step()
     assert len(bench.one(waits, Reserved).block_ids) == 5
-    assert bench.pool.num_free == 3
+    assert bench.pool.num_available == 3
 
 
 def test_a_committed_sequence_goes_on_from_the_first_token() -> None:
@@ -341,7 +340,7 @@ def test_a_committed_sequence_goes_on_from_the_first_token() -> None:
     assert bench.of(sequence_id, NewTokens)[0].first_index == 1
     assert (bench.tokens(sequence_id), bench.end(sequence_id)) == (whole[1:], reason)
     assert bench.of(sequence_id, Started) == []
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 def test_a_first_token_that_ends_the_sequence_is_its_last_word() -> None:
@@ -350,7 +349,7 @@ def test_a_first_token_that_ends_the_sequence_is_its_last_word() -> None:
     sequence_id = bench.add(spec, SequenceRole.AWAIT_KV)
     bench.step()
     bench.commit(spec, FirstToken(oracle(spec)[0][0], FinishReason.LENGTH))
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
     bench.run()
     assert bench.of(sequence_id, NewTokens) == []
 
@@ -415,7 +414,7 @@ def test_a_reservation_that_is_given_up_leaves_nothing() -> None:
     sequence_id = bench.add(spec, SequenceRole.AWAIT_KV)
     bench.step()
     bench.release(sequence_id)
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
     bench.scheduler.commit(sequence_id, FirstToken(1))
     assert not bench.scheduler.has_work()
 
@@ -459,7 +458,7 @@ def test_a_preempted_sequence_comes_back_before_those_that_have_not_started() ->
     bench = Bench(num_blocks=6)
     bench.add(make_spec("old", (0, 0, 0), max_tokens=14))
     bench.add(make_spec("young", (1, 1, 1), max_tokens=14))
-    while bench.pool.num_free:
+    while bench.pool.num_available:
         bench.step()
     bench.add(make_spec("new", (2,), max_tokens=14))
     while bench.scheduler.stats().num_preemptions == 0:
@@ -493,12 +492,12 @@ def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
     bench = Bench(num_blocks=6)
     bench.add(make_spec("old", (0, 0, 0), max_tokens=14))
     bench.add(make_spec("young", (1, 1, 1), max_tokens=14))
-    while bench.pool.num_free:
+    while bench.pool.num_available:
         bench.step()
     bench.add(make_spec("new", (2,), max_tokens=1))
     while bench.scheduler.stats().num_preemptions == 0:
         bench.step()
-    assert bench.pool.num_free > 1
+    assert bench.pool.num_available > 1
     assert bench.of(make_id("new"), Started) == []
     _finish(bench, "old", "young", "new")
 
@@ -561,7 +560,7 @@ def test_releasing_the_unknown_is_harmless() -> None:
     bench.step()
     bench.release(sequence_id)
     bench.release(sequence_id)
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
     assert not bench.scheduler.has_work()
 
 
@@ -572,12 +571,12 @@ def test_a_release_in_any_state_frees_everything_at_once(role: SequenceRole, num
     bench = Bench(max_num_batched_tokens=8)
     other = bench.add(make_spec("other", (9,), max_tokens=3))
     bench.run()
-    baseline = bench.pool.num_free
+    baseline = bench.pool.num_available
     sequence_id = bench.add(make_spec(prompt_ids=PROMPT), role)
     bench.steps(num_steps)
-    assert (bench.pool.num_free < baseline) == (num_steps > 0)
+    assert (bench.pool.num_available < baseline) == (num_steps > 0)
     bench.release(sequence_id)
-    assert bench.pool.num_free == baseline
+    assert bench.pool.num_available == baseline
     assert not bench.scheduler.has_work()
     assert bench.end(other) is FinishReason.LENGTH
 
@@ -592,7 +591,7 @@ def test_a_release_while_preempted_frees_everything() -> None:
     bench.release(young)
     bench.run()
     assert bench.tokens(old) == oracle(make_spec("old", (0, 0, 0), max_tokens=14))[0]
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 # -- deadlines
@@ -626,7 +625,7 @@ def test_a_deadline_that_passes_while_computing_names_the_phase() -> None:
     bench.run()
     assert _failed_phase(bench, "short") == "decode"
     assert _failed_phase(bench, "long") == "prefill"
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 def test_a_deadline_that_passes_before_a_reservation_names_the_transfer() -> None:
@@ -660,9 +659,9 @@ def test_a_late_prefill_keeps_its_blocks_until_nobody_reads_them() -> None:
     bench.clock.advance(5.0)
     bench.run()
     assert _failed_phase(bench, "late") == "prefill"
-    assert bench.pool.num_free == bench.pool.num_blocks - 5
+    assert bench.pool.num_available == bench.pool.num_blocks - 5
     bench.release(sequence_id)
-    assert bench.pool.num_free == bench.pool.num_blocks
+    assert bench.pool.num_available == bench.pool.num_blocks
 
 
 def test_a_late_prefill_that_nobody_reads_is_gone_at_once() -> None:

@@ -12,7 +12,7 @@ from paceline.core.clock import Clock
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import BootEpoch, FirstToken, RequestId, SequenceId, WorkerId
-from paceline.core.ticket import KvTicket
+from paceline.core.ticket import KvTicket, ReadyBlock
 
 BLOCK_BYTES = 64
 NUM_POOL_BLOCKS = 32
@@ -62,26 +62,28 @@ class Owner:
         self.sender = KVSender(
             self.leases, self.store, FINGERPRINT, self.boot_epoch, max_chunk_bytes=max_chunk_bytes
         )
-        self._blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
+        self._blocks: dict[SequenceId, list[BlockId]] = {}
 
     def grant(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:
         """An open lease on these blocks; all of them full unless told otherwise."""
         sequence_id = SequenceId(RequestId(f"request-{len(self._blocks)}"), 0)
         num_full = len(block_ids) if num_full is None else num_full
-        lease = self.leases.grant(
-            sequence_id, [BlockId(block_id) for block_id in block_ids], block_hashes(num_full)
-        )
-        self._blocks[sequence_id] = lease.block_ids
-        return lease
+        self._blocks[sequence_id] = [BlockId(block_id) for block_id in block_ids]
+        return self.leases.grant(sequence_id, len(block_ids), block_hashes(num_full))
+
+    def blocks_of(self, lease: Lease) -> list[BlockId]:
+        """The blocks under the lease, ready or not."""
+        return self._blocks[lease.sequence_id]
 
     def compute(self, lease: Lease, num_blocks: int) -> None:
         """The next blocks are ready."""
-        ready = lease.block_ids[lease.num_ready : lease.num_ready + num_blocks]
-        self.leases.progress(lease.lease_id, [self.store.checksum(block_id) for block_id in ready])
+        ready = self.blocks_of(lease)[len(lease.ready) : len(lease.ready) + num_blocks]
+        blocks = [ReadyBlock(block_id, self.store.checksum(block_id)) for block_id in ready]
+        self.leases.progress(lease.lease_id, blocks)
 
     def finish(self, lease: Lease) -> None:
         """All blocks are ready, and the first token is known."""
-        self.compute(lease, lease.num_blocks - lease.num_ready)
+        self.compute(lease, lease.num_blocks - len(lease.ready))
         self.leases.complete(lease.lease_id, FIRST_TOKEN)
 
     def granted(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:

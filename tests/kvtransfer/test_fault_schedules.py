@@ -77,7 +77,7 @@ class HandOver:
         self.num_held = self.rng.randint(0, num_full)
         self.lease = self.owner.grant([day.unleased.pop() for _ in range(num_blocks)], num_full=num_full)
         self.block_ids = [day.unreserved.pop() for _ in range(num_blocks)]
-        self.computed = contents(self.owner.store, self.lease.block_ids)
+        self.computed = contents(self.owner.store, self.owner.blocks_of(self.lease))
         self.held = contents(self.store, self.block_ids[: self.num_held])
         faults = random_faults(2 * day.seed + index, num_messages=num_blocks + 2)
         transport = FaultyTransport(LocalTransport(self.owner.sender, FINGERPRINT), faults)

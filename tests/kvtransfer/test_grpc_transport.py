@@ -105,7 +105,7 @@ async def test_blocks_of_any_size_fit_into_messages(channels: Channels, block_by
     owner = Owner(ManualClock(), max_chunk_bytes=MAX_CHUNK_BYTES, block_bytes=block_bytes)
     server = await _serve(owner, owner.sender)
     lease = owner.granted([3, 1], num_full=1)
-    computed = contents(owner.store, lease.block_ids)
+    computed = contents(owner.store, owner.blocks_of(lease))
     store = random_store(2, block_bytes=block_bytes)
     receiver = KVReceiver(GrpcTransport(channels, FINGERPRINT), store, FINGERPRINT)
     received = await receiver.receive(owner.ticket(lease), [BlockId(5), BlockId(6)], 0)

@@ -8,9 +8,13 @@ from kvtransfer.chunks import LeaseState
 from kvtransfer.leases import LeasePhase, LeaseTable, sweep_forever
 from paceline.core.clock import ManualClock
 from paceline.core.errors import KvLostError, LeaseExpiredError
+from paceline.core.kv_layout import BlockId
 from paceline.core.request import LeaseId
+from paceline.core.ticket import ReadyBlock
 from tests.kvtransfer.hand_over import FIRST_TOKEN, Owner
 from tests.virtual_time import in_virtual_time, virtual_clock
+
+BLOCK = ReadyBlock(BlockId(1), 7)
 
 
 def test_a_release_is_valid_exactly_once(owner: Owner) -> None:
@@ -36,7 +40,7 @@ def test_an_unknown_lease_is_expired(owner: Owner) -> None:
     unknown = LeaseId("0" * 32)
     assert owner.leases.renew([unknown]) == [LeaseState.EXPIRED]
     assert owner.leases.release([unknown]) == [LeaseState.EXPIRED]
-    assert not owner.leases.progress(unknown, [1])
+    assert not owner.leases.progress(unknown, [BLOCK])
     assert not owner.leases.complete(unknown, FIRST_TOKEN)
     owner.leases.drop(unknown)
     with pytest.raises(KvLostError):
@@ -117,7 +121,7 @@ def test_a_prefill_learns_that_its_lease_has_ended(owner: Owner) -> None:
     """After an early release, progress and completion are ignored and say so."""
     lease = owner.grant([1, 2])
     assert owner.leases.release([lease.lease_id]) == [LeaseState.VALID]
-    assert not owner.leases.progress(lease.lease_id, [1])
+    assert not owner.leases.progress(lease.lease_id, [BLOCK])
     assert not owner.leases.complete(lease.lease_id, FIRST_TOKEN)
     assert owner.leases.stats().num_released == 1
 
@@ -129,7 +133,7 @@ def test_a_lease_completes_only_with_all_its_blocks(owner: Owner) -> None:
     with pytest.raises(AssertionError, match="all of its blocks"):
         owner.leases.complete(lease.lease_id, FIRST_TOKEN)
     with pytest.raises(AssertionError, match="more ready blocks"):
-        owner.leases.progress(lease.lease_id, [1, 2])
+        owner.leases.progress(lease.lease_id, [BLOCK, BLOCK])
 
 
 def test_lease_ids_cannot_be_guessed(owner: Owner) -> None:
@@ -140,7 +144,7 @@ def test_lease_ids_cannot_be_guessed(owner: Owner) -> None:
 
 
 async def test_a_reader_wakes_when_its_block_is_ready(owner: Owner) -> None:
-    """Who waits for a block gets its checksum with the progress that reaches it, not before."""
+    """Who waits for a block gets it with the progress that reaches it, not before."""
     lease = owner.grant([1, 2, 3])
     reader = asyncio.create_task(owner.leases.wait_ready(lease, 1))
     await _settle()
@@ -148,7 +152,7 @@ async def test_a_reader_wakes_when_its_block_is_ready(owner: Owner) -> None:
     await _settle()
     assert not reader.done()
     owner.compute(lease, 1)
-    assert await reader == lease.checksums[1]
+    assert await reader == lease.ready[1]
 
 
 async def test_a_reader_wakes_with_the_first_token(owner: Owner) -> None:

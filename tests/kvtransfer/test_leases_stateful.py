@@ -11,6 +11,7 @@ from kvtransfer.leases import LeaseTable
 from paceline.core.clock import ManualClock
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import LeaseId, RequestId, SequenceId
+from paceline.core.ticket import ReadyBlock
 from tests.kvtransfer.hand_over import FIRST_TOKEN, block_hashes
 
 TTL_S = 30
@@ -47,8 +48,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def grant(self, num_blocks: int) -> LeaseId:
         """A new prefill begins."""
         sequence_id = SequenceId(RequestId("r"), len(self.models))
-        block_ids = [BlockId(index) for index in range(num_blocks)]
-        lease = self.table.grant(sequence_id, block_ids, block_hashes(num_blocks - 1))
+        lease = self.table.grant(sequence_id, num_blocks, block_hashes(num_blocks - 1))
         self.models[lease.lease_id] = Model(sequence_id, num_blocks)
         return lease.lease_id
 
@@ -58,7 +58,7 @@ class LeaseMachine(RuleBasedStateMachine):
         model = self.models[lease_id]
         if model.expires_at_s is None and model.num_ready < model.num_blocks:
             held = model.holds(self.clock())
-            assert self.table.progress(lease_id, [model.num_ready]) == held
+            assert self.table.progress(lease_id, [ReadyBlock(BlockId(model.num_ready), 0)]) == held
             model.num_ready += held
 
     @rule(lease_id=leases)

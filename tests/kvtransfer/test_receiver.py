@@ -47,7 +47,7 @@ class Bench:
         self.owner = Owner(virtual_clock, ttl_s=ttl_s)
         self.lease = self.owner.granted([5, 1, 7], num_full=2)
         self.ticket = self.owner.ticket(self.lease)
-        self.computed = contents(self.owner.store, self.lease.block_ids)
+        self.computed = contents(self.owner.store, self.owner.blocks_of(self.lease))
         self.store = random_store(2)
         self.before = contents(self.store, POOL)
         self.local = LocalTransport(self.owner.sender, FINGERPRINT)

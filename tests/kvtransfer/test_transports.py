@@ -24,9 +24,9 @@ async def test_a_pull_gives_the_blocks_in_order_and_then_the_first_token(
     lease = owner.granted([4, 2, 9], num_full=2)
     *chunks, end = await _all(transport, owner.ticket(lease))
     assert end == PullEnd(FIRST_TOKEN)
-    assert _joined(chunks) == contents(owner.store, lease.block_ids)
+    assert _joined(chunks) == contents(owner.store, owner.blocks_of(lease))
     checksums = {(chunk.ordinal, chunk.checksum) for chunk in chunks if isinstance(chunk, KvChunk)}
-    assert checksums == set(enumerate(lease.checksums))
+    assert checksums == {(ordinal, block.checksum) for ordinal, block in enumerate(lease.ready)}
 
 
 async def test_blocks_travel_while_later_ones_are_computed(owner: Owner, transport: KVTransport) -> None:
@@ -36,7 +36,7 @@ async def test_blocks_travel_while_later_ones_are_computed(owner: Owner, transpo
         for _ in range(2):
             owner.compute(lease, 1)
             block = [await anext(messages), await anext(messages)]
-            assert _joined(block)[-1] == bytes(owner.store.read(lease.block_ids[lease.num_ready - 1]))
+            assert _joined(block)[-1] == bytes(owner.store.read(lease.ready[-1].block_id))
         owner.finish(lease)
         assert await anext(messages) == PullEnd(FIRST_TOKEN)
 
@@ -59,7 +59,9 @@ async def test_a_pull_can_be_repeated(owner: Owner, transport: KVTransport) -> N
     lease = owner.granted([4, 2])
     async with aclosing(transport.pull(owner.ticket(lease), [])) as messages:
         await anext(messages)
-    assert _joined(await _all(transport, owner.ticket(lease))) == contents(owner.store, lease.block_ids)
+    assert _joined(await _all(transport, owner.ticket(lease))) == contents(
+        owner.store, owner.blocks_of(lease)
+    )
 
 
 async def test_held_blocks_must_be_the_first_of_the_lease(owner: Owner, transport: KVTransport) -> None:
@@ -102,7 +104,7 @@ async def test_a_release_is_valid_once(owner: Owner, transport: KVTransport) -> 
 async def test_nothing_is_read_after_a_release(owner: Owner, transport: KVTransport) -> None:
     """A pull whose lease is released midway ends with an error, and never shows the blocks' next owner's bytes."""
     lease = owner.grant([4, 2])
-    computed = contents(owner.store, lease.block_ids)
+    computed = contents(owner.store, owner.blocks_of(lease))
     owner.compute(lease, 1)
     seen: list[KvMessage] = []
     with pytest.raises(KvError):  # noqa: PT012 (the release comes within the pull)

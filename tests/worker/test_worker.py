@@ -105,7 +105,7 @@ async def test_a_drain_waits_for_what_the_engine_has_not_seen_yet(tiny_tokenizer
 async def test_a_drain_waits_for_leases(tiny_tokenizer_dir: Path) -> None:
     """Blocks that somebody may still pull keep the worker there; a grace of nothing does not wait."""
     async with serving_worker(tiny_tokenizer_dir, "worker-0", PREFILL) as worker:
-        lease = worker.leases.grant(make_id(), [], [])
+        lease = worker.leases.grant(make_id(), 0, [])
         await worker.drain(grace_s=0)
         draining = asyncio.create_task(worker.drain(grace_s=30))
         await asyncio.sleep(0)

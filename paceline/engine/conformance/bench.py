@@ -68,11 +68,9 @@ class ComparingRunner(ModelRunner):
 class Bench:
     """An engine with an empty prefix cache, stepped by hand. Several in turn may use one runner."""
 
-    def __init__(
-        self, runner: ComparingRunner, num_blocks: int, block_size: int, max_num_batched_tokens: int
-    ) -> None:
+    def __init__(self, runner: ComparingRunner, num_blocks: int, max_num_batched_tokens: int) -> None:
         self.runner = runner
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, runner.memory.layout.block_size, runner.memory.layout.groups)
         config = SchedulerConfig(max_num_batched_tokens, max_num_seqs=8)
         self._scheduler = Scheduler(config, self.pool, runner.memory.checksum)
         self._engine = Engine(self._scheduler, runner)

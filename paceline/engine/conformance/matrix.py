@@ -20,7 +20,7 @@ from paceline.engine.conformance.paths import (
     run_path,
 )
 from paceline.engine.model_loader import load_model, use_paged_attention
-from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
+from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers
 
 TINY_BLOCK_SIZE = 8  # tokens
 _MODEL_BLOCK_SIZE = 16
@@ -94,7 +94,7 @@ def _model_subject(directory: Path, num_prompt_tokens: int | None) -> Subject:
 
 def _checked_subject(model: PreTrainedModel, layout: KVLayout, num_prompt_tokens: int) -> Subject:
     """Refuses what a worker refuses at start."""
-    require_same_as_transformers(ModelRunner(model, layout, num_blocks=4), model, layout)
+    require_same_as_transformers(ModelRunner(model, layout, min_blocks(layout)), model, layout)
     return make_subject(model, layout, num_prompt_tokens=num_prompt_tokens)
 
 

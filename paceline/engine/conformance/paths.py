@@ -13,7 +13,7 @@ from paceline.core.request import FirstToken
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.conformance.bench import Bench, ComparingRunner
 from paceline.engine.conformance.reference import Reference, plain_reference, random_prompt
-from paceline.engine.events import Event, NewTokens, Reserved, Started
+from paceline.engine.events import BlocksReady, Event, NewTokens, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 
 TOLERANCE = 1e-4  # largest difference of any logit in fp32
@@ -116,15 +116,16 @@ def _prefix_hits(subject: Subject) -> ComparingRunner:
         bench.add("first", subject.long, num_prompt_tokens=num_blocks * subject.block_size)
         bench.run()
         bench.add("again", subject.long)
-        bench.run()
-        assert bench.pool.stats().num_hits == num_blocks, "the prefix was not found"
+        started = _only(bench.run(), Started)
+        assert started.num_cached_tokens == num_blocks * subject.block_size, "the prefix was not found"
     return runner
 
 
 def _preempted(subject: Subject) -> ComparingRunner:
     """Two sequences, blocks for one and a half: one loses its blocks while it decodes, and is computed again."""
-    runner = ComparingRunner(subject.model, subject.layout, num_blocks=5)
-    bench = Bench(runner, 5, subject.block_size, max_num_batched_tokens=4 * subject.block_size)
+    num_blocks = 2 * subject.layout.num_blocks_for(2 * subject.block_size) + len(subject.layout.groups)
+    runner = ComparingRunner(subject.model, subject.layout, num_blocks)
+    bench = Bench(runner, num_blocks, 4 * subject.block_size)
     for name, reference in zip(("first", "second"), subject.short, strict=True):
         bench.add(name, reference, bypass_cache=True)
     bench.run()
@@ -141,7 +142,8 @@ def _handed_over(subject: Subject) -> ComparingRunner:
     target.steps(1)
     target.add("long", subject.long, role=SequenceRole.AWAIT_KV)
     reserved = _only(target.steps(1), Reserved)
-    for theirs, ours in zip(_only(said, Started).block_ids, reserved.block_ids, strict=True):
+    ready = [block.block_id for event in said if isinstance(event, BlocksReady) for block in event.blocks]
+    for theirs, ours in zip(ready, reserved.block_ids, strict=True):
         assert theirs != ours, "a block in its old place would prove less"
         _copy(source.runner, theirs, target.runner, ours)
     target.commit(sequence_id, FirstToken(_only(said, NewTokens).token_ids[0]))
@@ -174,7 +176,7 @@ PATHS: Mapping[str, Callable[[Subject], ComparingRunner]] = {
 def _num_blocks(subject: Subject) -> int:
     """Room for all three sequences."""
     longest = len(subject.long.prompt_ids) + NUM_OUTPUT_TOKENS
-    return subject.layout.num_blocks_for(longest) + 8
+    return subject.layout.num_blocks_for(longest) + 8 * len(subject.layout.groups)
 
 
 def _runner(subject: Subject) -> ComparingRunner:
@@ -183,7 +185,7 @@ def _runner(subject: Subject) -> ComparingRunner:
 
 def _bench(subject: Subject, max_num_batched_tokens: int, runner: ComparingRunner | None = None) -> Bench:
     runner = runner or _runner(subject)
-    return Bench(runner, _num_blocks(subject), subject.block_size, max_num_batched_tokens)
+    return Bench(runner, _num_blocks(subject), max_num_batched_tokens)
 
 
 def _only(events: list[Event], kind: type[E]) -> E:

@@ -37,9 +37,10 @@ def exact_paged_attention(
     """In place of attention.py's paged_attention: the same arguments, and the same result but for rounding."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
     geometry = geometry_of(context.cache, layer, num_heads=query.shape[1])
-    if (geometry, rules.window) not in context.shared:
-        context.shared[geometry, rules.window] = make_plans(context.batch, geometry, rules.window)
-    plans = context.shared[geometry, rules.window]
+    key_of_plans = geometry, context.cache.group_of[layer], rules.window
+    if key_of_plans not in context.shared:
+        context.shared[key_of_plans] = make_plans(context.batch, *key_of_plans)
+    plans = context.shared[key_of_plans]
     out = exact_attention(context.cache, layer, query[0].transpose(0, 1), plans, geometry, rules)
     return out.unsqueeze(0), None
 

@@ -12,7 +12,7 @@ from paceline.engine.exact.attention import EXACT_NAME
 from paceline.engine.exact.census import require_trusted
 from paceline.engine.exact.modules import replace_modules
 from paceline.engine.forward_batch import build_forward_batch
-from paceline.engine.model_runner import ModelRunner
+from paceline.engine.model_runner import ModelRunner, side_by_side
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 
 _Part = tuple[int, int, int]  # which prompt, and its tokens [from, to)
@@ -59,22 +59,22 @@ def _digest_of(
     """Of the first prompt's last logits, and of the KV of its first block."""
     logits = torch.empty(0)
     for step in steps:
-        scheduled = tuple(_scheduled(prompts, part) for part in step)
+        scheduled = tuple(_scheduled(prompts, part, layout) for part in step)
         batch = build_forward_batch(SchedulerOutput(scheduled, ()), layout.block_size)
         row = [prompt for prompt, _, _ in step].index(0) if any(part[0] == 0 for part in step) else 0
         logits = runner.forward(batch)[row]
     digest = xxhash.xxh3_128(_bytes_of(logits))
-    digest.update(runner.memory.read(BlockId(0)))
+    digest.update(runner.memory.read(BlockId(0))[: layout.used_bytes(0)])
     return digest.hexdigest()
 
 
-def _scheduled(prompts: list[list[int]], part: _Part) -> ScheduledSequence:
+def _scheduled(prompts: list[list[int]], part: _Part, layout: KVLayout) -> ScheduledSequence:
     prompt, start, end = part
     return ScheduledSequence(
         sequence_id=SequenceId(RequestId("probe"), prompt),
         token_ids=tuple(prompts[prompt][start:end]),
         start=start,
-        block_table=(BlockId(2 * prompt), BlockId(2 * prompt + 1)),
+        block_tables=side_by_side(prompt, len(prompts[0]), layout),
         sample=SampleTask(SamplingParams(), position=end),
     )
 

@@ -54,21 +54,25 @@ class _Item:
     blocks: Tensor
 
 
-def make_plans(batch: ForwardBatch, geometry: Geometry, window: int | None) -> tuple[Plan, ...]:
+def make_plans(
+    batch: ForwardBatch, geometry: Geometry, kv_group: int, window: int | None
+) -> tuple[Plan, ...]:
     """One for the decodes and one for the chunks, where there are any."""
     decodes = [part for part in batch.queries if part.last - part.first == 1]
     chunks = [part for part in batch.queries if part.last - part.first > 1]
     groups = ((decodes, 1), (chunks, CHUNK_TILE_TOKENS))
-    return tuple(_make_plan(parts, height, geometry, window) for parts, height in groups if parts)
+    return tuple(_make_plan(parts, height, geometry, kv_group, window) for parts, height in groups if parts)
 
 
-def _make_plan(parts: list[QueryRange], height: int, geometry: Geometry, window: int | None) -> Plan:
+def _make_plan(
+    parts: list[QueryRange], height: int, geometry: Geometry, kv_group: int, window: int | None
+) -> Plan:
     rows: list[Tensor] = []
     positions: list[Tensor] = []
     items: list[_Item] = []
     for part in parts:
         start = part.context - (part.last - part.first)
-        splits = _splits_of(part.block_table, geometry)
+        splits = _splits_of(part.block_tables[kv_group], geometry)
         for first in range(start, part.context, height):
             last = min(first + height, part.context) - 1
             items += _items_of(len(rows), first, last, splits, geometry, window)

@@ -48,12 +48,12 @@ class _Memory:
         queries, first = [], 0
         for start, end in parts:
             table = self.table[: -(-end // BLOCK_SIZE)]
-            queries.append(QueryRange(first, first + end - start, end, table))
+            queries.append(QueryRange(first, first + end - start, end, (table,)))
             first += end - start
         empty = torch.empty(0)
-        batch = ForwardBatch(empty, empty, empty, tuple(queries), empty, ())
+        batch = ForwardBatch(empty, empty, (empty,), tuple(queries), empty, ())
         geometry = geometry_of(self.cache, 0, HEADS)
-        plans = make_plans(batch, geometry, rules.window)
+        plans = make_plans(batch, geometry, 0, rules.window)
         rows = torch.cat([self.query[start:end] for start, end in parts])
         out = exact_attention(self.cache, 0, rows, plans, geometry, rules)
         return [out[query.first : query.last] for query in queries]

@@ -13,7 +13,7 @@ from paceline.engine.conformance.architectures import SERVED, build_tiny
 from paceline.engine.exact.model import make_exact, require_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.model_loader import load_model, use_paged_attention
-from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
+from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 # Plain; key biases; windows and soft caps; windows; sinks and experts; experts; Conv1D-like biases, one key head.
@@ -84,7 +84,7 @@ def test_the_default_model_is_exact(dtype: str) -> None:
     witness, digests = Witness(), set()
     for num_threads in (3, 2, 1):
         torch.set_num_threads(num_threads)
-        runner = ModelRunner(loaded.model, loaded.layout, num_blocks=4)
+        runner = ModelRunner(loaded.model, loaded.layout, min_blocks(loaded.layout))
         digests.add(require_exact(runner, loaded.vocab_size, loaded.layout))
         run_schedule(loaded.model, loaded.layout, witness, seed=1 + num_threads)
     assert len(digests) == 1
@@ -104,7 +104,7 @@ def test_fast_mode_changes_bits_and_drifts_within_what_it_publishes(dtype: str) 
 def test_exact_mode_computes_what_transformers_computes(name: str) -> None:
     """The gate of every worker is passed, and the model is exact after it."""
     model, layout = _model(name, "float32", "exact")
-    runner = ModelRunner(model, layout, num_blocks=4)
+    runner = ModelRunner(model, layout, min_blocks(layout))
     require_same_as_transformers(runner, model, layout)
     assert require_exact(runner, 96, layout).startswith("exact:")
 
@@ -115,18 +115,18 @@ def test_workers_compare_the_bits_that_they_compute() -> None:
     digests = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        digests.append(require_exact(ModelRunner(model, layout, num_blocks=4), 96, layout))
+        digests.append(require_exact(ModelRunner(model, layout, min_blocks(layout)), 96, layout))
     torch.set_num_threads(1)
     assert digests[0] == digests[1]
     other, _ = _model("qwen2", "float32", "exact")
-    assert require_exact(ModelRunner(other, layout, num_blocks=4), 96, layout) != digests[0]
+    assert require_exact(ModelRunner(other, layout, min_blocks(layout)), 96, layout) != digests[0]
 
 
 def test_a_model_that_is_not_exact_is_found_out_at_start() -> None:
     """In fast mode the same probe gives a prompt several results, and is refused."""
     model, layout = _model("llama", "float32", "fast")
     with pytest.raises(UnsupportedModelError, match="in chunks or beside another prompt"):
-        require_exact(ModelRunner(model, layout, num_blocks=4), 96, layout)
+        require_exact(ModelRunner(model, layout, min_blocks(layout)), 96, layout)
 
 
 def test_the_mode_is_part_of_the_fingerprint(tmp_path: Path) -> None:

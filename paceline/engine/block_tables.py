@@ -1,0 +1,270 @@
+"""The KV blocks of one sequence: a table for each KV group, with what it holds, still needs, and may let go.
+
+A block's ordinal is its place in the sequence: it holds tokens [ordinal * block_size, (ordinal + 1) * block_size). A
+table of a group with a window holds only those ordinals that some token still to come sees:
+
+    whole group    [ 0  1  2  3  4  5  6 ]
+    windowed one   [ .  .  .  .  4  5  6 ]     . let go, or never needed
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.core.block_hash import BlockHash, group_hash
+from paceline.core.kv_layout import BlockId, KVGroup, max_live_blocks
+from paceline.core.ticket import ReadyBlock
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.cached_block import CachedBlock, witness
+from paceline.engine.cached_prefix import CachedPrefix, TokenChain, first_needed
+from paceline.engine.step import BlockTable
+
+
+class _Place(NamedTuple):
+    ordinal: int
+    group: int
+
+
+@dataclass(slots=True, eq=False)
+class GroupTable:
+    """One group's blocks. `pledged` blocks are set aside for it in the pool, if it has a window."""
+
+    index: int
+    group: KVGroup
+    block_ids: list[BlockId | None] = field(default_factory=list)
+    first: int = 0  # the ordinals before it were let go
+    pledged: int = 0
+    checksums: list[int] = field(default_factory=list)  # of complete blocks; 0 where there is none any more
+    # The chain of cached blocks that carries the sequence's prefix: its last one, and its length. It is shorter than
+    # `checksums` after a hash collision; then it grows no more.
+    last_cached: CachedBlock | None = None
+    num_cached: int = 0
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether it lets blocks go."""
+        return self.group.window is not None
+
+    @property
+    def held_ids(self) -> list[BlockId]:
+        """What it holds, in order."""
+        return [block_id for block_id in self.block_ids[self.first :] if block_id is not None]
+
+
+class SequenceBlocks:
+    """The tables of one sequence; empty until `reserve`, and again after `release`."""
+
+    def __init__(self, pool: BlockPool, checksum: Callable[[BlockId], int]) -> None:
+        self._pool = pool
+        self._checksum = checksum
+        self.tables = [GroupTable(index, group) for index, group in enumerate(pool.groups)]
+        # Where a receiver's blocks lie: those that tokens behind the known ones see.
+        self._places: list[_Place] = []
+
+    # -- taking room
+
+    def reserve(
+        self,
+        prefix: CachedPrefix,
+        num_tokens: int,
+        max_step_tokens: int,
+        *,
+        is_filled_outside: bool,
+        spare: int,
+    ) -> bool:
+        """Takes the cached prefix, and room for all `num_tokens` known tokens; all or nothing.
+
+        In a group with a window that is room for what one step of `max_step_tokens` tokens sees, or, if the blocks are
+        filled from outside, for what comes after them. At least `spare` blocks stay available to others.
+        """
+        firsts = first_needed(self._pool, prefix.num_blocks, num_tokens if is_filled_outside else None)
+        needs = [
+            self._need(table, first, prefix.num_blocks, num_tokens, max_step_tokens)
+            for table, first in zip(self.tables, firsts, strict=True)
+        ]
+        whole = [block for cached in prefix.by_group for block in cached]
+        if self._pool.num_available_after(whole) < sum(needs) + spare:
+            return False
+        for table, first, need in zip(self.tables, firsts, needs, strict=True):
+            self._take_prefix(table, first, prefix, need)
+        end = num_tokens if is_filled_outside else prefix.num_blocks * self._pool.block_size
+        self._fill_tables(end, whole_end=num_tokens)
+        self._places = self._places_of(num_tokens)
+        return True
+
+    def num_missing(self, end: int) -> int:
+        """Blocks that must be available before tokens up to `end` can be computed."""
+        return sum(self._shortage(table, end) for table in self.tables)
+
+    def extend(self, end: int) -> None:
+        """Makes room for tokens up to `end`. The caller has checked that what is missing is available."""
+        for table in self.tables:
+            if table.is_windowed:
+                self._pledge(table, self._shortage(table, end))
+        self._fill_tables(end, whole_end=end)
+
+    # -- results
+
+    def seal(self, num_computed_tokens: int, chain: TokenChain) -> None:
+        """Checksums the blocks that have just become full, and publishes them."""
+        num_full = num_computed_tokens // self._pool.block_size
+        for table in self.tables:
+            for ordinal in range(len(table.checksums), num_full):
+                block_id = table.block_ids[ordinal]
+                table.checksums.append(0 if block_id is None else self._checksum(block_id))
+                # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
+                if table.num_cached == ordinal < len(chain.block_hashes):
+                    self._publish(table, ordinal, chain)
+
+    def trim(self, num_computed_tokens: int, num_tokens: int) -> None:
+        """Lets go of what no token from `num_computed_tokens` on sees."""
+        for table in self.tables:
+            if table.is_windowed:
+                self._trim(table, num_computed_tokens, num_tokens)
+
+    def release(self) -> None:
+        """Gives up everything."""
+        for table in self.tables:
+            self._pool.release(table.held_ids)
+            self._pledge(table, -table.pledged)
+            table.block_ids.clear()
+            table.checksums.clear()
+            table.first = table.num_cached = 0
+            table.last_cached = None
+        self._places = []
+
+    # -- what is there
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held."""
+        return not any(table.block_ids for table in self.tables)
+
+    @property
+    def num_tokens_held(self) -> int:
+        """Tokens that have a place."""
+        return min(len(table.block_ids) for table in self.tables) * self._pool.block_size
+
+    @property
+    def num_places(self) -> int:
+        """Blocks that a hand-over of the known tokens moves."""
+        return len(self._places)
+
+    def view(self) -> tuple[BlockTable, ...]:
+        """The tables as the runner sees them."""
+        return tuple(tuple(table.block_ids) for table in self.tables)
+
+    def place_ids(self) -> tuple[BlockId, ...]:
+        """The blocks of a hand-over, in order."""
+        return tuple(self._id_at(place) for place in self._places)
+
+    def num_places_before(self, ordinal: int) -> int:
+        """How many of them lie before the block at `ordinal`."""
+        return sum(place.ordinal < ordinal for place in self._places)
+
+    def place_hashes(self, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """The names of those that are full; a partial last one of each group has none."""
+        full = [place for place in self._places if place.ordinal < len(block_hashes)]
+        return tuple(group_hash(block_hashes[place.ordinal], place.group) for place in full)
+
+    def ready_places(self, num_known: int, *, is_complete: bool) -> tuple[ReadyBlock, ...]:
+        """Those behind the first `num_known` that have their content; all of them once all tokens are computed."""
+        ready = []
+        for place in self._places[num_known:]:
+            checksums = self.tables[place.group].checksums
+            if place.ordinal >= len(checksums) and not is_complete:
+                break
+            block_id = self._id_at(place)
+            is_full = place.ordinal < len(checksums)
+            ready.append(
+                ReadyBlock(block_id, checksums[place.ordinal] if is_full else self._checksum(block_id))
+            )
+        return tuple(ready)
+
+    # -- one table
+
+    def _need(
+        self, table: GroupTable, first: int, num_cached: int, num_tokens: int, max_step_tokens: int
+    ) -> int:
+        end = self._num_blocks_for(num_tokens)
+        if table.group.window is None:
+            return end - num_cached
+        return min(end - first, max_live_blocks(table.group.window, max_step_tokens, self._pool.block_size))
+
+    def _take_prefix(self, table: GroupTable, first: int, prefix: CachedPrefix, need: int) -> None:
+        cached = prefix.by_group[table.index]
+        if table.is_windowed:
+            self._pledge(table, need)
+        table.first = first
+        table.block_ids = [None] * first + list(self._pool.acquire(cached))
+        if cached:
+            table.checksums = [0] * first + [block.checksum for block in cached]
+            table.last_cached, table.num_cached = cached[-1], prefix.num_blocks
+
+    def _fill_tables(self, end: int, *, whole_end: int) -> None:
+        """Blocks for tokens up to `end`, in groups without a window up to `whole_end`."""
+        for table in self.tables:
+            num_blocks = self._num_blocks_for(end if table.is_windowed else whole_end) - len(table.block_ids)
+            table.block_ids += self._pool.allocate(max(0, num_blocks), table.index)
+
+    def _shortage(self, table: GroupTable, end: int) -> int:
+        num_blocks = self._num_blocks_for(end)
+        there = table.first + table.pledged if table.is_windowed else len(table.block_ids)
+        return max(0, num_blocks - there)
+
+    def _trim(self, table: GroupTable, num_computed_tokens: int, num_tokens: int) -> None:
+        first = table.group.first_visible(num_computed_tokens) // self._pool.block_size
+        behind = table.block_ids[table.first : first]
+        self._pool.release([block_id for block_id in behind if block_id is not None][::-1])
+        table.block_ids[table.first : first] = [None] * len(behind)
+        table.first = max(first, table.first)
+        # The known tokens need no more than this; growth asks again.
+        needed = max(len(table.block_ids), self._num_blocks_for(num_tokens)) - table.first
+        self._pledge(table, min(needed, table.pledged) - table.pledged)
+
+    def _publish(self, table: GroupTable, ordinal: int, chain: TokenChain) -> None:
+        block_id = table.block_ids[ordinal]
+        block_hash, token_ids = chain.block_hashes[ordinal], self._tokens_of(chain.token_ids, ordinal)
+        if block_id is None:
+            cached: CachedBlock | None = witness(
+                table.index, block_hash, chain.root, table.last_cached, token_ids
+            )
+        else:
+            cached = self._pool.publish(
+                block_id=block_id,
+                block_hash=block_hash,
+                root=chain.root,
+                parent=table.last_cached,
+                token_ids=token_ids,
+                checksum=table.checksums[ordinal],
+                group=table.index,
+            )
+        if cached is not None:
+            table.last_cached, table.num_cached = cached, ordinal + 1
+
+    def _pledge(self, table: GroupTable, num_blocks: int) -> None:
+        self._pool.pledge(num_blocks)
+        table.pledged += num_blocks
+
+    # -- small things
+
+    def _places_of(self, num_tokens: int) -> list[_Place]:
+        """Block after block, and for each the groups that need it."""
+        firsts = first_needed(self._pool, 0, num_tokens)
+        return [
+            _Place(ordinal, group)
+            for ordinal in range(self._num_blocks_for(num_tokens))
+            for group, first in enumerate(firsts)
+            if ordinal >= first
+        ]
+
+    def _id_at(self, place: _Place) -> BlockId:
+        block_id = self.tables[place.group].block_ids[place.ordinal]
+        assert block_id is not None, "what a hand-over needs is never let go"
+        return block_id
+
+    def _tokens_of(self, token_ids: Sequence[int], ordinal: int) -> Sequence[int]:
+        return token_ids[ordinal * self._pool.block_size : (ordinal + 1) * self._pool.block_size]
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)

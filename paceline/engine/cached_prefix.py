@@ -1,0 +1,92 @@
+"""Finds how much of a sequence is cached: as far as every KV group still has what the next token sees."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.block_hash import BlockHash
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.cached_block import CachedBlock
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChain:
+    """What names the blocks of a sequence. `block_hashes` is empty for one that stays out of the cache."""
+
+    root: BlockHash
+    block_hashes: Sequence[BlockHash]
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The first `num_blocks` full blocks are cached: in each group, in order, those of them that are needed."""
+
+    num_blocks: int
+    by_group: tuple[tuple[CachedBlock, ...], ...]
+
+
+def find_prefix(
+    pool: BlockPool, chain: TokenChain, max_blocks: int, next_position: int | None = None
+) -> CachedPrefix:
+    """The longest cached prefix, of at most `max_blocks` blocks. Takes no reference.
+
+    `next_position` is where computing goes on when the rest comes from outside; None: right behind the prefix.
+    """
+    hashes = chain.block_hashes[:max_blocks]
+    whole = {
+        index: pool.lookup(chain.root, hashes, chain.token_ids, index)
+        for index, group in enumerate(pool.groups)
+        if group.window is None
+    }
+    num_blocks = min((len(found) for found in whole.values()), default=len(hashes))
+    windows = [_Window(pool, chain, index) for index in range(len(pool.groups)) if index not in whole]
+    while (fewer := _shortest(windows, pool, num_blocks, next_position)) < num_blocks:
+        num_blocks = fewer
+    firsts = first_needed(pool, num_blocks, next_position)
+    by_window = {window.index: window.found(firsts[window.index], num_blocks) for window in windows}
+    by_group = (whole.get(index, by_window.get(index, []))[:num_blocks] for index in range(len(pool.groups)))
+    return CachedPrefix(num_blocks, tuple(map(tuple, by_group)))
+
+
+def first_needed(pool: BlockPool, num_blocks: int, next_position: int | None) -> list[int]:
+    """For each group the first block that is seen from `next_position`, or from right behind `num_blocks` blocks."""
+    position = num_blocks * pool.block_size if next_position is None else next_position
+    return [group.first_visible(position) // pool.block_size for group in pool.groups]
+
+
+def _shortest(windows: "list[_Window]", pool: BlockPool, num_blocks: int, next_position: int | None) -> int:
+    """How much of a prefix of `num_blocks` is left by the first group that misses one of its blocks."""
+    firsts = first_needed(pool, num_blocks, next_position)
+    for window in windows:
+        # If one is missing then every longer prefix, up to this one, misses it too.
+        for ordinal in range(num_blocks - 1, firsts[window.index] - 1, -1):
+            if window.find(ordinal) is None:
+                return ordinal
+    return num_blocks
+
+
+class _Window:
+    """What one group with a window has of a sequence; each block is looked for once."""
+
+    def __init__(self, pool: BlockPool, chain: TokenChain, index: int) -> None:
+        self.index = index
+        self._pool = pool
+        self._chain = chain
+        self._known: dict[int, CachedBlock | None] = {}
+
+    def find(self, ordinal: int) -> CachedBlock | None:
+        """The block at `ordinal`, if it is cached."""
+        if ordinal not in self._known:
+            self._known[ordinal] = self._pool.find(
+                self._chain.root,
+                self._chain.block_hashes[ordinal],
+                self._chain.token_ids,
+                ordinal,
+                self.index,
+                child=self._known.get(ordinal + 1),
+            )
+        return self._known[ordinal]
+
+    def found(self, first: int, num_blocks: int) -> list[CachedBlock]:
+        """The blocks from `first` on, all of which have been found."""
+        return [block for ordinal in range(first, num_blocks) if (block := self.find(ordinal)) is not None]
