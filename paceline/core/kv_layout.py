@@ -106,7 +106,7 @@ def _make_groups(layers: tuple[LayerKV, ...]) -> tuple[KVGroup, ...]:
     """The fewest groups that leave at most a tenth of their blocks unused; those with the widest view first.
 
     Blocks of all groups are equally large, so layers of one window may have to be several groups: fifteen layers with a
-    window and three without it become five groups of three, and one.
+    window and three without it become three groups of five, and one of three.
     """
     by_window = _by_window(layers)
     if len(by_window) == 1:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.kv_layout import KVLayout, LayerKV
+from paceline.core.kv_layout import KVGroup, KVLayout, LayerKV, max_live_blocks
 from tests.factories import make_layout
 
 
@@ -30,6 +30,72 @@ def test_just_enough_blocks_for_tokens(num_tokens: int, block_size: int) -> None
     """The blocks hold all tokens, and one block less would not."""
     num_blocks = make_layout(block_size=block_size).num_blocks_for(num_tokens)
     assert num_blocks * block_size >= num_tokens > (num_blocks - 1) * block_size
+
+
+def _windows(*windows: int | None) -> KVLayout:
+    return KVLayout(tuple(LayerKV(2, 8, 8, window) for window in windows), 4, "float32")
+
+
+def _group_shapes(layout: KVLayout) -> list[tuple[int | None, int]]:
+    return [(group.window, len(group.layers)) for group in layout.groups]
+
+
+def test_layers_with_one_view_are_one_group() -> None:
+    """Whether all see everything or all have the same window."""
+    assert _group_shapes(_windows(None, None, None)) == [(None, 3)]
+    assert _group_shapes(_windows(8, 8)) == [(8, 2)]
+
+
+def test_layers_with_two_views_are_groups_of_one_size() -> None:
+    """The widest view comes first, each layer is in one group, and nothing of a block is wasted if numbers allow it."""
+    layout = _windows(*[*[8] * 3, None] * 4)
+    assert _group_shapes(layout) == [(None, 4), *[(8, 4)] * 3]
+    assert sorted(index for group in layout.groups for index in group.layers) == list(range(16))
+    assert layout.block_items == 4 * 4 * 2 * (8 + 8)
+    assert {layout.used_bytes(group) for group in range(4)} == {layout.block_bytes}
+
+
+def test_a_group_that_is_smaller_leaves_little_unused() -> None:
+    """Twenty-two layers with a window and four without: a last group of two, and at most a tenth of all blocks empty."""
+    layout = _windows(*[8] * 22, *[None] * 4)
+    assert _group_shapes(layout) == [(None, 4), *[(8, 4)] * 5, (8, 2)]
+    assert layout.used_bytes(6) == layout.block_bytes // 2
+
+
+def test_layers_of_different_sizes_share_blocks_of_one_size() -> None:
+    """Blocks are as large as the largest group; the groups are cut so that the others fill most of theirs."""
+    layers = (*[LayerKV(4, 8, 8, window=8)] * 4, LayerKV(2, 32, 32))
+    layout = KVLayout(layers, 4, "float32")
+    assert _group_shapes(layout) == [(None, 1), (8, 2), (8, 2)]
+    assert {layout.used_bytes(group) for group in range(3)} == {layout.block_bytes}
+
+
+def test_layers_that_share_belong_together() -> None:
+    """A layer that reads another one's keys is in its group, which sees as much as either of them."""
+    layers = (LayerKV(1, 8, 8), LayerKV(1, 8, 8, window=4), LayerKV(1, 8, 8, window=6, shared_with=1))
+    groups = KVLayout(layers, 4, "float32").groups
+    assert [(group.window, group.layers) for group in groups] == [(None, (0,)), (6, (1, 2))]
+
+
+@given(
+    window=st.integers(1, 30), step=st.integers(1, 30), start=st.integers(0, 60), block_size=st.integers(1, 8)
+)
+def test_a_window_touches_no_more_blocks_than_it_is_given(
+    window: int, step: int, start: int, block_size: int
+) -> None:
+    """Wherever a step begins, what its tokens see and write lies in at most `max_live_blocks`."""
+    first = KVGroup(window).first_visible(start) // block_size
+    last = (start + step - 1) // block_size
+    assert last - first + 1 <= max_live_blocks(window, step, block_size)
+
+
+def test_a_window_costs_only_its_window() -> None:
+    """Beyond window and step a longer sequence takes no more blocks in a group with a window."""
+    layout = _windows(8, None)
+    assert layout.num_blocks_for(4, 4) == 2
+    assert layout.num_blocks_for(100, 4) == 25 + 4
+    assert layout.num_blocks_for(200, 4) == 50 + 4
+    assert layout.num_blocks_for(200) == 100
 
 
 def test_equal_layouts_have_equal_digests() -> None:
