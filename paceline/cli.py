@@ -149,6 +149,7 @@ def _as_json(completion: Completion) -> str:
             "finish_reason": completion.finish_reason,
             "matched_stop": completion.matched_stop,
             "logprobs": [_logprob(each) for each in completion.logprobs],
+            "prompt_logprobs": [_logprob(each) for each in completion.prompt_logprobs],
             "usage": _fields(completion.usage),
             "timeline": _fields(completion.timeline),
         }

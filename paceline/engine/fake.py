@@ -13,7 +13,7 @@ import xxhash
 
 from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
 from paceline.core.request import SamplingParams, TokenLogprob
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask, StepOutput
 
 _SLOT = struct.Struct("<II")  # token id, position
 
@@ -63,11 +63,12 @@ class FakeModelRunner:
             self._write(item)
         sampled = [(item, item.sample) for item in output.scheduled if item.sample is not None]
         token_ids = tuple(self._sample(item, task) for item, task in sampled)
-        # It knows no doubt: whatever it says has probability 1.
+        # It knows no doubt of its own: whatever it says has probability 1.
         logprobs = tuple(
             _certain(token_id, task) for token_id, (_, task) in zip(token_ids, sampled, strict=True)
         )
-        return StepOutput(token_ids, logprobs)
+        scores = tuple(self._scores(item, item.score) for item in output.scheduled if item.score is not None)
+        return StepOutput(token_ids, logprobs, scores)
 
     def _write(self, item: ScheduledSequence) -> None:
         size = self.memory.block_size
@@ -76,16 +77,33 @@ class FakeModelRunner:
             self.memory.write(block_id, position % size * _SLOT.size, _SLOT.pack(token_id, position))
 
     def _sample(self, item: ScheduledSequence, task: SampleTask) -> int:
+        return _digest_token(self._context(item), task.params, self._vocab_size, task.banned_ids)
+
+    def _scores(self, item: ScheduledSequence, task: ScoreTask) -> tuple[TokenLogprob, ...]:
+        first = item.start + task.first_row + 1
+        return _digest_scores(self._context(item), first, task, self._vocab_size)
+
+    def _context(self, item: ScheduledSequence) -> bytes:
         blocks = b"".join(self.memory.read(block_id) for block_id in item.block_table)
-        return _digest_token(blocks[: item.end * _SLOT.size], task.params, self._vocab_size, task.banned_ids)
+        return blocks[: item.end * _SLOT.size]
 
 
 def fake_next_token(
     token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, banned_ids: Collection[int] = ()
 ) -> int:
     """The oracle: what the fake model says after `token_ids`."""
-    context = b"".join(_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids))
-    return _digest_token(context, params, vocab_size, banned_ids)
+    return _digest_token(_slots(token_ids), params, vocab_size, banned_ids)
+
+
+def fake_prompt_logprobs(
+    prompt_ids: tuple[int, ...], num_top: int, vocab_size: int
+) -> tuple[TokenLogprob, ...]:
+    """The oracle: what the fake model thinks of a prompt's tokens, from the second one on. It doubts these."""
+    return _digest_scores(_slots(prompt_ids), 1, ScoreTask(0, prompt_ids[1:], num_top), vocab_size)
+
+
+def _slots(token_ids: tuple[int, ...]) -> bytes:
+    return b"".join(_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids))
 
 
 def _digest_token(
@@ -96,6 +114,20 @@ def _digest_token(
     while token_id in banned_ids:
         token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def _digest_scores(context: bytes, first: int, task: ScoreTask, vocab_size: int) -> tuple[TokenLogprob, ...]:
+    """Each a digest of the target and of all that stands before it; `first` is the place of the first target."""
+    before, scores = hashlib.blake2b(context[: (first - 1) * _SLOT.size], digest_size=2), []
+    for place, token_id in enumerate(task.target_ids, first):
+        before.update(context[(place - 1) * _SLOT.size : place * _SLOT.size])
+        digest = before.copy()
+        digest.update(_SLOT.pack(token_id, place))
+        number = int.from_bytes(digest.digest(), "little")
+        top = tuple(((number + rank) % vocab_size, -float(rank)) for rank in range(task.num_top_logprobs))
+        # Between -16 and 0, in steps that float32 holds exactly.
+        scores.append(TokenLogprob(token_id, -number / 4096, top))
+    return tuple(scores)
 
 
 def _params_bytes(params: SamplingParams) -> bytes:
