@@ -114,11 +114,12 @@ class WatchedRunner(ModelRunner):
         """See ModelRunner.forward."""
         if not self._all_logits:
             logits = super().forward(batch)
-            self._show_sampled(logits)
+            self._show_sampled(logits[: len(batch.sample_tasks)])
         else:
-            all_rows = super().forward(replace(batch, sample_rows=torch.arange(len(batch.token_ids))))
+            every_row = torch.arange(len(batch.token_ids))
+            all_rows = super().forward(replace(batch, sample_rows=every_row, score_rows=every_row[:0]))
             self._show_all(all_rows)
-            logits = all_rows[batch.sample_rows]
+            logits = all_rows[batch.logit_rows]
         self._show_blocks()
         return logits
 

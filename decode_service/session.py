@@ -7,22 +7,24 @@ from collections.abc import Sequence
 from paceline.core.errors import PacelineError
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
+from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire_internal import (
     finish_reason_to_proto,
     logprob_to_proto,
+    prompt_scored_to_proto,
     spec_from_proto,
     ticket_from_proto,
 )
-from paceline.v1 import decode_pb2
+from paceline.v1 import decode_pb2, engine_pb2
 from paceline.worker.worker import Worker
 
-# A step gives one event a sequence, so only a router that reads slowly gets so many; even with log probabilities they
-# stay far below the 4 MiB of a message.
+# A step gives few events a sequence, so only a router that reads slowly gets so many. Bytes are counted too: the log
+# probabilities of a chunk alone may take megabytes, and a message ends at 4 MiB.
 _MAX_EVENTS = 1000
+_MAX_BYTES = 1 << 20
 
 log = get_logger()
 
@@ -77,7 +79,8 @@ class DecodeSession:
         while not self._outbox and not self._ended:
             self._wake.clear()
             await self._wake.wait()
-        events, self._outbox = self._outbox[:_MAX_EVENTS], self._outbox[_MAX_EVENTS:]
+        num_events = _num_that_fit(self._outbox)
+        events, self._outbox = self._outbox[:num_events], self._outbox[num_events:]
         return events
 
     async def aclose(self) -> None:
@@ -157,6 +160,9 @@ class DecodeSession:
                     cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
                 )
                 self._send(event.sequence_id, started=started)
+            case PromptScored():
+                scored = prompt_scored_to_proto(event.first_index, event.logprobs)
+                self._send(event.sequence_id, prompt_scored=scored)
             case NewTokens():
                 if event.finish_reason is not None:
                     self._live.discard(event.sequence_id)
@@ -190,6 +196,7 @@ class DecodeSession:
         *,
         started: decode_pb2.SequenceStarted | None = None,
         kv_received: decode_pb2.KvReceived | None = None,
+        prompt_scored: engine_pb2.PromptScored | None = None,
         tokens: decode_pb2.SequenceTokens | None = None,
         failed: decode_pb2.SequenceFailed | None = None,
     ) -> None:
@@ -199,11 +206,22 @@ class DecodeSession:
                 attempt=sequence_id.attempt,
                 started=started,
                 kv_received=kv_received,
+                prompt_scored=prompt_scored,
                 tokens=tokens,
                 failed=failed,
             )
         )
         self._wake.set()
+
+
+def _num_that_fit(events: Sequence[decode_pb2.SequenceEvent]) -> int:
+    """How many of the first events one message may hold; one, however large it is."""
+    num_bytes = 0
+    for index, event in enumerate(events[:_MAX_EVENTS]):
+        num_bytes += event.ByteSize()
+        if index > 0 and num_bytes > _MAX_BYTES:
+            return index
+    return min(len(events), _MAX_EVENTS)
 
 
 def _tokens(event: NewTokens) -> decode_pb2.SequenceTokens:

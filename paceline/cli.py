@@ -31,7 +31,10 @@ EXIT_PIPE_CLOSED = 141  # and one that SIGPIPE ended
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit status."""
-    args = make_parser(generate=_generate, chat=_chat).parse_args(argv)
+    parser = make_parser(generate=_generate, chat=_chat)
+    args = parser.parse_args(argv)
+    if args.prompt_logprobs and not args.json:
+        parser.error("--prompt-logprobs needs --json: a streamed answer does not show them")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     try:
@@ -149,6 +152,7 @@ def _as_json(completion: Completion) -> str:
             "finish_reason": completion.finish_reason,
             "matched_stop": completion.matched_stop,
             "logprobs": [_logprob(each) for each in completion.logprobs],
+            "prompt_logprobs": [_logprob(each) for each in completion.prompt_logprobs],
             "usage": _fields(completion.usage),
             "timeline": _fields(completion.timeline),
         }

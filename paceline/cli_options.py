@@ -43,6 +43,11 @@ def make_parser(*, generate: Command, chat: Command) -> argparse.ArgumentParser:
     for_generate.add_argument(
         "--json", action="store_true", help="print one JSON object instead of streaming"
     )
+    for_generate.add_argument(
+        "--prompt-logprobs",
+        action="store_true",
+        help="with --json: log probabilities of the prompt's tokens too, from the second on",
+    )
     layouts = for_generate.add_mutually_exclusive_group()
     layouts.add_argument("--system", metavar="TEXT", help=_SYSTEM_HELP)
     layouts.add_argument("--raw", action="store_true", help="continue the text, without a chat template")
@@ -51,7 +56,7 @@ def make_parser(*, generate: Command, chat: Command) -> argparse.ArgumentParser:
         "chat", parents=[shared], epilog=_CHAT_EXAMPLES, formatter_class=layout, help="a conversation"
     )
     for_chat.add_argument("--system", metavar="TEXT", help=_SYSTEM_HELP)
-    for_chat.set_defaults(run=chat)
+    for_chat.set_defaults(run=chat, prompt_logprobs=False)
     return parser
 
 
@@ -139,6 +144,7 @@ def generate_options(args: argparse.Namespace) -> GenerateOptions:
         frequency_penalty=args.frequency_penalty,
         min_tokens=args.min_tokens,
         num_top_logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
         seed=args.seed,
         stop=args.stop,
         timeout_s=args.timeout,

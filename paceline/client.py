@@ -53,6 +53,7 @@ class GenerateOptions(TypedDict, total=False):
     num_top_logprobs: (
         int | None
     )  # log probabilities of each output token and of its best alternatives, 0 to 20
+    prompt_logprobs: bool | None  # those of prompt tokens, from the second on, and of output tokens
     bypass_cache: bool | None  # neither read nor fill the prefix cache
     client_request_id: str | None  # a label for the server's log
     timeout_s: float | None  # DEFAULT_TIMEOUT_S when absent; None is no deadline
@@ -68,6 +69,7 @@ class Completion:
     finish_reason: str
     matched_stop: str | int | None
     logprobs: tuple[generation_pb2.TokenLogprob, ...]
+    prompt_logprobs: tuple[generation_pb2.TokenLogprob, ...]
     usage: inference_pb2.Usage
     timeline: inference_pb2.Timeline
 
@@ -126,14 +128,27 @@ class PacelineClient:
         token_ids: list[int] = []
         logprobs: list[generation_pb2.TokenLogprob] = []
         accepted, finish = inference_pb2.Accepted(), inference_pb2.Finish()
+        prefill_done = inference_pb2.PrefillDone()
         async for event in self.generate(prompt, **options):
             # An event holds one kind of message; the others are empty and add nothing.
             accepted.MergeFrom(event.accepted)
+            prefill_done.MergeFrom(event.prefill_done)
             text.append(event.delta.text)
             token_ids.extend(event.delta.token_ids)
             logprobs.extend(event.delta.logprobs)
             finish.MergeFrom(event.finish)
-        return _completion(accepted.request_id, "".join(text), tuple(token_ids), tuple(logprobs), finish)
+        matched = finish.WhichOneof("matched")
+        return Completion(
+            request_id=accepted.request_id,
+            text="".join(text),
+            token_ids=tuple(token_ids),
+            finish_reason=_reason_name(finish.reason),
+            matched_stop=getattr(finish, matched) if matched else None,
+            logprobs=tuple(logprobs),
+            prompt_logprobs=tuple(prefill_done.prompt_logprobs),
+            usage=finish.usage,
+            timeline=finish.timeline,
+        )
 
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout_s: float = 30.0) -> tuple[int, ...]:
         """The token ids that `generate` would use for this prompt."""
@@ -181,6 +196,10 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
     num_top = options.get("num_top_logprobs")
     if num_top is not None:
         request.logprobs.num_top = num_top
+    if options.get(
+        "prompt_logprobs"
+    ):  # the message alone, without a true field, would ask for those of the output
+        request.logprobs.prompt = True
     _set_prompt(request, prompt)
     return request
 
@@ -235,21 +254,5 @@ def _chat(messages: Sequence[Message]) -> inference_pb2.Chat:
     )
 
 
-def _completion(
-    request_id: str,
-    text: str,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[generation_pb2.TokenLogprob, ...],
-    finish: inference_pb2.Finish,
-) -> Completion:
-    matched = finish.WhichOneof("matched")
-    return Completion(
-        request_id=request_id,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=generation_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower(),
-        matched_stop=getattr(finish, matched) if matched else None,
-        logprobs=logprobs,
-        usage=finish.usage,
-        timeline=finish.timeline,
-    )
+def _reason_name(reason: generation_pb2.FinishReason) -> str:
+    return generation_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

@@ -9,10 +9,15 @@ from kvtransfer.leases import Lease
 from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.request import FirstToken, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Started
+from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import abort_with
-from paceline.runtime.wire_internal import first_token_to_proto, spec_from_proto, ticket_to_proto
+from paceline.runtime.wire_internal import (
+    first_token_to_proto,
+    prompt_scored_to_proto,
+    spec_from_proto,
+    ticket_to_proto,
+)
 from paceline.v1 import prefill_pb2, prefill_pb2_grpc
 from paceline.worker.events import EventQueue
 from paceline.worker.worker import Worker
@@ -78,6 +83,9 @@ class _Prefill:
                 self._worker.leases.progress(self._held.lease_id, event.blocks)
                 progress = prefill_pb2.PrefillProgress(computed_tokens=event.num_computed_tokens)
                 return prefill_pb2.PrefillResponse(progress=progress)
+            case PromptScored():
+                scored = prompt_scored_to_proto(event.first_index, event.logprobs)
+                return prefill_pb2.PrefillResponse(prompt_scored=scored)
             case NewTokens():
                 logprob = event.logprobs[0] if event.logprobs else None
                 first = FirstToken(event.token_ids[0], event.finish_reason, logprob)

@@ -31,6 +31,7 @@ from router.config import RouterConfig
 from router.decode_link import DecodeHandle, DecodeLink
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.placement import PromptFacts, Route, WorkerView, place
+from router.prompt_scores import PromptScores
 from router.workers import WorkerRegistry
 
 _RELEASE_TIMEOUT_S = 2.0
@@ -92,6 +93,7 @@ class Dispatcher:
                 async for event in events:
                     if isinstance(event, PromptComputed):
                         prompt_done()
+                        job.is_prompt_told = True
                     yield event
 
     def _on_route(self, job: Job, spec: SequenceSpec, route: Route) -> AsyncGenerator[DispatchEvent, None]:
@@ -108,7 +110,7 @@ class Dispatcher:
         """The decode worker computes the prompt itself."""
         handle = link.submit(spec, ticket=None)
         try:
-            async for event in self._decoded(job, handle):
+            async for event in self._decoded(job, handle, PromptScores(spec)):
                 yield event
         finally:
             handle.close()
@@ -118,7 +120,7 @@ class Dispatcher:
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The prefill worker computes the prompt, the decode worker pulls its blocks meanwhile and goes on."""
         handle: DecodeHandle | None = None
-        num_cached = 0
+        num_cached, scores = 0, PromptScores(spec)
         try:
             async with aclosing(self._prefill(spec, worker)) as responses:
                 async for response in responses:
@@ -129,22 +131,20 @@ class Dispatcher:
                             handle = link.submit(spec, ticket_from_proto(response.started.ticket))
                         case "progress":
                             yield PromptProgress(response.progress.computed_tokens)
+                        case "prompt_scored":
+                            scores.add(response.prompt_scored)
                         case "result":
-                            yield PromptComputed(num_cached, worker.key.worker_id)
+                            yield PromptComputed(num_cached, worker.key.worker_id, scores.take())
                             first = response.result.first_token
                             yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
                             if first.finish_reason:
                                 return
             if handle is None:
                 raise PeerLostError(f"{worker.key.worker_id} ended a prefill without a result")
-            async for event in self._decoded(job, handle):
+            async for event in self._decoded(job, handle, scores):
                 yield event
         finally:
-            if handle is not None:
-                handle.close()
-            if handle is None or not handle.has_kv:
-                # Also without a ticket: all may be computed there, and only the news of it was not read.
-                self._release(worker, spec.sequence_id)
+            self._leave(worker, spec.sequence_id, handle)
 
     async def _prefill(
         self, spec: SequenceSpec, worker: WorkerView
@@ -170,17 +170,27 @@ class Dispatcher:
         elif isinstance(error, PeerLostError):
             await self._registry.until_gone(worker.key)
 
-    async def _decoded(self, job: Job, handle: DecodeHandle) -> AsyncGenerator[DispatchEvent, None]:
-        """What the decode worker says, until the last token."""
+    async def _decoded(
+        self, job: Job, handle: DecodeHandle, scores: PromptScores
+    ) -> AsyncGenerator[DispatchEvent, None]:
+        """What the decode worker says, until the last token. `scores` are complete when it does not compute the prompt."""
+        num_cached = 0
         async for event in handle:
             match event.WhichOneof("event"):
                 case "started":
                     job.timeline.note_worker_queue(event.started.queued_s)
-                    yield PromptComputed(event.started.cached_tokens, job.timeline.decode_worker)
+                    num_cached = event.started.cached_tokens
+                    if scores.is_complete:
+                        yield PromptComputed(num_cached, job.timeline.decode_worker)
+                case "prompt_scored":
+                    scores.add(event.prompt_scored)
+                    if scores.is_complete:
+                        yield PromptComputed(num_cached, job.timeline.decode_worker, scores.take())
                 case "kv_received":
                     received = event.kv_received
                     job.timeline.note_transfer(received.num_blocks, received.num_bytes, received.duration_s)
                 case "tokens":
+                    scores.require_complete()
                     job.timeline.num_preemptions = event.tokens.num_preemptions
                     tokens = event.tokens
                     yield self._accept(job, tokens)
@@ -220,7 +230,7 @@ class Dispatcher:
         token_ids = job.spec.prompt_ids + tuple(job.output_ids)
         block_size = served.fingerprint.block_size
         held = {}
-        if not job.spec.bypass_cache:
+        if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
             root = chain_root(served.fingerprint.digest(), job.spec.cache_scope)
             held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size))
         return place(
@@ -235,6 +245,14 @@ class Dispatcher:
         return job.deadline_s is not None and job.deadline_s <= self._clock()
 
     # -- giving leases back
+
+    def _leave(self, worker: WorkerView, sequence_id: SequenceId, handle: DecodeHandle | None) -> None:
+        """However a disaggregated attempt ended: neither tier goes on with it."""
+        if handle is not None:
+            handle.close()
+        if handle is None or not handle.has_kv:
+            # Also without a ticket: all may be computed there, and only the news of it was not read.
+            self._release(worker, sequence_id)
 
     def _release(self, worker: WorkerView, sequence_id: SequenceId) -> None:
         """Ends a lease that no decode worker has confirmed; in the background, since nobody waits for it."""

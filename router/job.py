@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import PeerLostError
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec, TokenLogprob
+from paceline.v1 import generation_pb2
 from router.timeline import RequestTimeline
 
 
@@ -30,6 +31,8 @@ class PromptComputed:
 
     num_cached_tokens: int
     worker: str
+    # One for each prompt token but the first when they were asked for, else none; as they came, since nobody here reads them.
+    prompt_logprobs: tuple[generation_pb2.TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,15 @@ class Job:
     deadline_s: float | None
     timeline: RequestTimeline
     output_ids: list[int] = field(default_factory=list)
+    # Whether the client has heard of the computed prompt, and so has its log probabilities.
+    is_prompt_told: bool = False
     # Prefill workers whose attempt failed, whoever's fault it was; others come first.
     failed_on: set[str] = field(default_factory=set)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether the next attempt has to give log probabilities of the prompt."""
+        return self.spec.prompt_logprobs and not self.is_prompt_told
 
     def attempt_spec(self, attempt: int, now_s: float) -> SequenceSpec:
         """What to send to the workers of this attempt."""
@@ -62,6 +72,7 @@ class Job:
             self.spec,
             sequence_id=SequenceId(self.spec.sequence_id.request_id, attempt),
             output_ids=tuple(self.output_ids),
+            prompt_logprobs=self.owes_prompt_logprobs,
             time_budget_s=None if self.deadline_s is None else self.deadline_s - now_s,
         )
 

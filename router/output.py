@@ -79,6 +79,7 @@ class OutputStream:
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=event.num_cached_tokens,
             prefill_worker=event.worker,
+            prompt_logprobs=event.prompt_logprobs,
         )
         return [self._response(prefill_done=done)]
 

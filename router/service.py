@@ -21,7 +21,7 @@ from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.grpc_status import abort_with, as_paceline_error
 from paceline.runtime.log import get_logger
 from paceline.runtime.version import VERSION
-from paceline.runtime.wire import parse_generate, parse_tokenize
+from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_tokenize
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
@@ -190,6 +190,7 @@ class InferenceServicer:
         num_prompt = len(prompt_ids)
         if num_prompt > limits.max_prompt_tokens:
             raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
+        check_prompt_logprobs(request, num_prompt)
         num_left = limits.max_model_tokens - num_prompt
         spec = SequenceSpec(
             sequence_id=SequenceId(request_id, 0),
@@ -200,6 +201,7 @@ class InferenceServicer:
             stop_token_ids=request.stopping.stop_token_ids,
             ignore_eos=request.stopping.ignore_eos,
             num_top_logprobs=request.num_top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
         )
         return Job(spec, None, timeline)

@@ -19,6 +19,14 @@ FLOOD = "flood"  # words without end
 TOO_LONG = "too long"
 FULL = "full"
 
+# Of a prompt whose log probabilities are asked for.
+PROMPT_LOGPROBS = [
+    generation_pb2.TokenLogprob(
+        token_id=7, logprob=-0.5, top=[generation_pb2.TopLogprob(token_id=8, logprob=-0.25)]
+    ),
+    generation_pb2.TokenLogprob(token_id=9, logprob=-2),
+]
+
 _ERRORS: dict[str, PacelineError] = {
     TOO_LONG: PromptTooLongError(limit=4096, given=5120),
     FULL: QueueFullError("the queue is full", retry_after_s=1.5),
@@ -41,7 +49,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         prompt = _last_words(request)
         if prompt in _ERRORS:
             await abort_with(context, _ERRORS[prompt])
-        events = _answer(prompt)
+        events = _answer(prompt, tells_prompt=request.logprobs.prompt)
         done = False
         try:
             async for event in events:
@@ -84,9 +92,13 @@ def _last_words(request: inference_pb2.GenerateRequest) -> str:
     return request.text or " ".join(str(token_id) for token_id in request.token_ids.ids)
 
 
-async def _answer(prompt: str) -> AsyncIterator[inference_pb2.GenerateResponse]:
+async def _answer(prompt: str, *, tells_prompt: bool) -> AsyncIterator[inference_pb2.GenerateResponse]:
     yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id=secrets.token_hex(16)))
-    yield inference_pb2.GenerateResponse(prefill_done=inference_pb2.PrefillDone(prompt_tokens=3))
+    yield inference_pb2.GenerateResponse(
+        prefill_done=inference_pb2.PrefillDone(
+            prompt_tokens=3, prompt_logprobs=PROMPT_LOGPROBS * tells_prompt
+        )
+    )
     words = prompt.split(" ")
     for position, word in enumerate(words):
         yield _delta(word if position == 0 else f" {word}", position)

@@ -58,6 +58,27 @@ async def test_generate_streams_an_answer(fake_inference: FakeInference) -> None
     assert request.sampling.temperature == 0
 
 
+async def test_log_probabilities_of_the_prompt_are_in_the_object(fake_inference: FakeInference) -> None:
+    """With --prompt-logprobs; without it the list is empty."""
+    asking = ("generate", "--json", "one", "--address", fake_inference.address)
+    with_them, without = [
+        json.loads((await _run(*asking, *more))[1])["prompt_logprobs"] for more in (["--prompt-logprobs"], [])
+    ]
+    assert [entry["token_id"] for entry in with_them] == [7, 9]
+    assert with_them[0] == {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 8, "logprob": -0.25}]}
+    assert without == []
+
+
+async def test_log_probabilities_that_nobody_would_see_are_refused(fake_inference: FakeInference) -> None:
+    """Without --json nothing shows them: the command says so, and asks for nothing."""
+    status, out, error = await _run(
+        "generate", "one", "--prompt-logprobs", "--address", fake_inference.address
+    )
+    assert (status, out) == (2, "")
+    assert "--prompt-logprobs needs --json" in error
+    assert fake_inference.requests == []
+
+
 async def test_options_become_fields_of_the_request(fake_inference: FakeInference) -> None:
     """Each option arrives where the contract has it; what is not given is left to the server."""
     options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --seed 7 --stop ### --stop END"

@@ -15,7 +15,7 @@ from google.rpc import status_pb2
 from paceline.client import PacelineClient, Prompt
 from paceline.client_error import PacelineRpcError, from_rpc_error
 from paceline.v1 import inference_pb2
-from tests.fake_inference import ENDLESS, FLOOD, FULL, TOO_LONG, FakeInference
+from tests.fake_inference import ENDLESS, FLOOD, FULL, PROMPT_LOGPROBS, TOO_LONG, FakeInference
 
 
 @pytest.fixture
@@ -40,6 +40,17 @@ async def test_generate_text_collects_the_answer(client: PacelineClient) -> None
     assert (answer.usage.output_tokens, answer.cached_tokens) == (3, 2)
     assert (answer.prefill_worker, answer.decode_worker) == ("prefill-0", "decode-0")
     assert len(answer.request_id) == 32
+
+
+async def test_log_probabilities_of_the_prompt_are_there_when_asked_for(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """They come with the answer; unless asked for, nothing is said of log probabilities at all."""
+    asking = await client.generate_text("one", prompt_logprobs=True)
+    silent = await client.generate_text("one", prompt_logprobs=False)
+    assert asking.prompt_logprobs == tuple(PROMPT_LOGPROBS)
+    assert silent.prompt_logprobs == ()
+    assert [request.HasField("logprobs") for request in fake_inference.requests] == [True, False]
 
 
 @pytest.mark.parametrize(

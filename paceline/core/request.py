@@ -83,8 +83,10 @@ class Request:
     stopping: StopConditions
     client_request_id: str = ""
     bypass_cache: bool = False
-    # The most probable alternatives to return with each output token; None: no log probabilities at all.
+    # The most probable alternatives to return with each token; None: no log probabilities at all.
     num_top_logprobs: int | None = None
+    # Log probabilities of the prompt's tokens too.
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class SequenceSpec:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_top_logprobs: int | None = None
+    prompt_logprobs: bool = False
     bypass_cache: bool = False
     cache_scope: str = ""
     time_budget_s: float | None = None

@@ -33,6 +33,18 @@ class BlocksReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """A chunk has told how probable the prompt's tokens from place `first_index` on were.
+
+    Such events follow on each other without a gap, from place 1 to the prompt's end: the first token has no predecessor.
+    """
+
+    sequence_id: SequenceId
+    first_index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """The blocks of an AWAIT_KV sequence are held; the first `num_held` have their content already.
 
@@ -68,4 +80,4 @@ class Failed:
     error: PacelineError
 
 
-Event = Started | BlocksReady | Reserved | NewTokens | Failed
+Event = Started | BlocksReady | PromptScored | Reserved | NewTokens | Failed

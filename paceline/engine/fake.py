@@ -14,7 +14,14 @@ import xxhash
 
 from paceline.core.kv_layout import BlockId, KVGroup, KVLayout, LayerKV
 from paceline.core.request import SamplingParams, TokenLogprob
-from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import (
+    BlockTable,
+    SampleTask,
+    ScheduledSequence,
+    SchedulerOutput,
+    ScoreTask,
+    StepOutput,
+)
 
 _SLOT = struct.Struct("<II")  # token id, position
 
@@ -76,11 +83,12 @@ class FakeModelRunner:
             self._write(item)
         sampled = [(item, item.sample) for item in output.scheduled if item.sample is not None]
         token_ids = tuple(self._sample(item, task) for item, task in sampled)
-        # It knows no doubt: whatever it says has probability 1.
+        # It knows no doubt of its own: whatever it says has probability 1.
         logprobs = tuple(
             _certain(token_id, task) for token_id, (_, task) in zip(token_ids, sampled, strict=True)
         )
-        return StepOutput(token_ids, logprobs)
+        scores = tuple(self._scores(item, item.score) for item in output.scheduled if item.score is not None)
+        return StepOutput(token_ids, logprobs, scores)
 
     def _write(self, item: ScheduledSequence) -> None:
         for table in item.block_tables:
@@ -89,15 +97,25 @@ class FakeModelRunner:
                 self.memory.write(block_id, slot, _SLOT.pack(token_id, position))
 
     def _sample(self, item: ScheduledSequence, task: SampleTask) -> int:
-        context = b"".join(
-            self._read(table, group.first_visible(item.end - 1), item.end)
+        return _digest_token(self._seen(item, item.end), task.params, self._vocab_size, task.banned_ids)
+
+    def _scores(self, item: ScheduledSequence, task: ScoreTask) -> tuple[TokenLogprob, ...]:
+        first = item.start + task.first_row + 1
+        ends = range(first, first + len(task.target_ids))
+        return _digest_scores([self._seen(item, end) for end in ends], task, self._vocab_size)
+
+    def _seen(self, item: ScheduledSequence, end: int) -> bytes:
+        """What the last of the first `end` tokens sees, in each group."""
+        return b"".join(
+            self._read(table, group.first_visible(end - 1), end)
             for table, group in zip(item.block_tables, self._groups, strict=True)
         )
-        return _digest_token(context, task.params, self._vocab_size, task.banned_ids)
 
     def _read(self, table: BlockTable, first: int, end: int) -> bytes:
-        slots = (self._slot(table, position) for position in range(first, end))
-        return b"".join(self.memory.read(block_id)[slot : slot + _SLOT.size] for block_id, slot in slots)
+        size = self.memory.block_size
+        ordinals = range(first // size, -(-end // size))
+        blocks = b"".join(self.memory.read(self._slot(table, ordinal * size)[0]) for ordinal in ordinals)
+        return blocks[first % size * _SLOT.size :][: (end - first) * _SLOT.size]
 
     def _slot(self, table: BlockTable, position: int) -> tuple[BlockId, int]:
         block_id = table[position // self.memory.block_size]
@@ -113,9 +131,20 @@ def fake_next_token(
     groups: Sequence[KVGroup] = _WHOLE,
 ) -> int:
     """The oracle: what the fake model says after `token_ids`."""
+    return _digest_token(_seen_of(token_ids, groups), params, vocab_size, banned_ids)
+
+
+def fake_prompt_logprobs(
+    prompt_ids: tuple[int, ...], num_top: int, vocab_size: int, groups: Sequence[KVGroup] = _WHOLE
+) -> tuple[TokenLogprob, ...]:
+    """The oracle: what the fake model thinks of a prompt's tokens, from the second one on. It doubts these."""
+    contexts = [_seen_of(prompt_ids[:end], groups) for end in range(1, len(prompt_ids))]
+    return _digest_scores(contexts, ScoreTask(0, prompt_ids[1:], num_top), vocab_size)
+
+
+def _seen_of(token_ids: tuple[int, ...], groups: Sequence[KVGroup]) -> bytes:
     slots = [_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids)]
-    context = b"".join(slot for group in groups for slot in slots[group.first_visible(len(slots) - 1) :])
-    return _digest_token(context, params, vocab_size, banned_ids)
+    return b"".join(slot for group in groups for slot in slots[group.first_visible(len(slots) - 1) :])
 
 
 def _digest_token(
@@ -126,6 +155,18 @@ def _digest_token(
     while token_id in banned_ids:
         token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def _digest_scores(contexts: list[bytes], task: ScoreTask, vocab_size: int) -> tuple[TokenLogprob, ...]:
+    """For each target a digest of itself and of what its predecessor sees."""
+    scores = []
+    for context, token_id in zip(contexts, task.target_ids, strict=True):
+        digest = hashlib.blake2b(context + struct.pack("<I", token_id), digest_size=2).digest()
+        number = int.from_bytes(digest, "little")
+        top = tuple(((number + rank) % vocab_size, -float(rank)) for rank in range(task.num_top_logprobs))
+        # Between -16 and 0, in steps that float32 holds exactly.
+        scores.append(TokenLogprob(token_id, -number / 4096, top))
+    return tuple(scores)
 
 
 def _params_bytes(params: SamplingParams) -> bytes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +34,30 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens]
     slot_mappings: tuple[Tensor, ...]  # one a KV group, [num_tokens], block id * block size + offset
     queries: tuple[QueryRange, ...]
-    sample_rows: Tensor  # [num_samples], rows of token_ids whose logits are needed
+    sample_rows: Tensor  # [num_samples], rows of token_ids after which a token is chosen
     sample_tasks: tuple[SampleTask, ...]  # num_samples
+    score_rows: Tensor  # [num_targets], rows of token_ids after which a known token follows
+    score_tasks: tuple[ScoreTask, ...]  # their targets together are num_targets
+
+    @property
+    def logit_rows(self) -> Tensor:
+        """[num_samples + num_targets], rows of token_ids whose logits are needed: first those that sample."""
+        return torch.cat([self.sample_rows, self.score_rows])
 
 
 def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatch:
     """Lays the scheduled sequences end to end."""
     scheduled = output.scheduled
     queries, sample_rows, first = [], [], 0
+    score_rows: list[int] = []
     for item in scheduled:
         last = first + len(item.token_ids)
         queries.append(QueryRange(first, last, item.end, _block_tables(item, block_size)))
         if item.sample is not None:
             sample_rows.append(last - 1)
+        if item.score is not None:
+            first_row = first + item.score.first_row
+            score_rows += range(first_row, first_row + len(item.score.target_ids))
         first = last
     return ForwardBatch(
         token_ids=torch.tensor([token_id for item in scheduled for token_id in item.token_ids]),
@@ -58,6 +69,8 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
         queries=tuple(queries),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long),
         sample_tasks=tuple(item.sample for item in scheduled if item.sample is not None),
+        score_rows=torch.tensor(score_rows, dtype=torch.long),
+        score_tasks=tuple(item.score for item in scheduled if item.score is not None),
     )
 
 

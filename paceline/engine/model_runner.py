@@ -1,5 +1,7 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,6 +14,7 @@ from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
+from paceline.engine.scoring import score
 from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
@@ -32,10 +35,12 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_forward_batch(output, self._layout.block_size)
             logits = self.forward(batch)
-            return sample(logits.float(), batch.sample_tasks)
+            num_samples = len(batch.sample_tasks)
+            step = sample(logits[:num_samples].float(), batch.sample_tasks)
+            return replace(step, scores=score(logits[num_samples:], batch.score_tasks))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The logits of the batch's sample rows, [num_samples, vocab_size]; stores the KV of all its tokens."""
+        """The logits of the batch's logit rows, [num_samples + num_targets, vocab_size]; stores the KV of all its tokens."""
         token = current_attention.set(AttentionContext(self.memory, batch))
         try:
             return self._logits(batch)
@@ -43,12 +48,12 @@ class ModelRunner:
             current_attention.reset(token)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
-        rows = {"logits_to_keep": batch.sample_rows} if self._keeps_rows else {}
+        rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
         output = self._model(
             input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
         )
         logits: Tensor = output.logits[0]
-        return logits if self._keeps_rows else logits[batch.sample_rows]
+        return logits if self._keeps_rows else logits[batch.logit_rows]
 
 
 def min_blocks(layout: KVLayout) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.request import SamplingParams, TokenLogprob
+from paceline.engine.scoring import token_logprobs
 from paceline.engine.step import SampleTask, StepOutput
 
 
@@ -116,10 +117,7 @@ def _within_top_k(ranked: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _logprob(logits: Tensor, task: SampleTask, token_id: int) -> TokenLogprob | None:
     if task.num_top_logprobs is None:
         return None
-    logprobs = logits.log_softmax(-1)
-    values, token_ids = logprobs.topk(task.num_top_logprobs)
-    top = zip(token_ids.tolist(), values.tolist(), strict=True)
-    return TokenLogprob(token_id, float(logprobs[token_id]), tuple(top))
+    return token_logprobs(logits[None], [token_id], task.num_top_logprobs)[0]
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

@@ -17,9 +17,9 @@ from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLog
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import SequenceBlocks
 from paceline.engine.cached_prefix import CachedPrefix, find_prefix
-from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, Reserved, Started
+from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask, StepOutput
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -92,6 +92,7 @@ class Scheduler:
         sequence.role, sequence.status = SequenceRole.GENERATE, SequenceStatus.RUNNING
         sequence.announced = True
         sequence.num_computed_tokens = sequence.num_tokens
+        sequence.num_scored_tokens = len(sequence.spec.prompt_ids)
         self._seal(sequence)
         sequence.append(first.token_id, self.config.eos_token_ids)
         if first.finish_reason is not None:
@@ -130,12 +131,15 @@ class Scheduler:
         """Takes the step's results into the sequences; a block is published here, once it is computed."""
         logprobs = step.logprobs or (None,) * len(step.token_ids)
         sampled = iter(zip(step.token_ids, logprobs, strict=True))
+        scores = iter(step.scores)
         events = list(output.events)
         for item in output.scheduled:
             sequence = self._sequences[item.sequence_id]
             sequence.num_computed_tokens = item.end
             self._seal(sequence)
             events += self._announce(sequence)
+            if item.score is not None:
+                events.append(_take_scores(sequence, next(scores)))
             if item.sample is not None:
                 events.append(self._take_token(sequence, *next(sampled)))
         return events
@@ -164,6 +168,10 @@ class Scheduler:
             assert (sequence in self._running) == (sequence.status is SequenceStatus.RUNNING)
             assert not (waits and not sequence.blocks.is_empty), "a waiting sequence holds blocks"
             assert sequence.num_computed_tokens <= sequence.blocks.num_tokens_held, "computed without a block"
+            is_missed = (
+                sequence.owes_prompt_logprobs and sequence.num_computed_tokens >= sequence.num_scored_tokens
+            )
+            assert not is_missed, "a prompt token's log probability was passed over"
         queued = len(self._waiting) + len(self._parked) + len(self._running)
         assert queued <= len(self._sequences), "a forgotten sequence is still queued"
 
@@ -215,6 +223,7 @@ class Scheduler:
             start=start,
             block_tables=sequence.blocks.view(),
             sample=_sample_task(sequence, self.config.eos_token_ids) if completes else None,
+            score=_score_task(sequence, start, start + num_tokens) if sequence.owes_prompt_logprobs else None,
         )
 
     def _reserve(self, sequence: Sequence) -> bool:
@@ -239,6 +248,9 @@ class Scheduler:
     def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         if not sequence.spec.bypass_cache:
             self._extend_hashes(sequence)
+        # A cached token has no logits, and so does not tell how probable the next one was.
+        if sequence.owes_prompt_logprobs:
+            return find_prefix(self.pool, sequence.chain, max_blocks=0)
         # A token is sampled from its predecessor's output, so that one is computed even if it is cached;
         # unless the sampling has happened elsewhere.
         is_elsewhere = sequence.role is SequenceRole.AWAIT_KV
@@ -358,6 +370,22 @@ def _sample_task(sequence: Sequence, eos_token_ids: frozenset[int]) -> SampleTas
         banned_ids=sequence.banned_ids(eos_token_ids),
         num_top_logprobs=spec.num_top_logprobs,
     )
+
+
+def _score_task(sequence: Sequence, start: int, end: int) -> ScoreTask | None:
+    """What the tokens at [start, end) tell about those that follow them in the prompt, if that has not been told yet."""
+    prompt_ids = sequence.spec.prompt_ids
+    first = max(start + 1, sequence.num_scored_tokens)
+    target_ids = prompt_ids[first : end + 1]
+    if not target_ids:
+        return None
+    return ScoreTask(first - 1 - start, target_ids, sequence.spec.num_top_logprobs or 0)
+
+
+def _take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event:
+    first_index = sequence.num_scored_tokens
+    sequence.num_scored_tokens += len(logprobs)
+    return PromptScored(sequence.sequence_id, first_index, logprobs)
 
 
 def _may_preempt(sequence: Sequence) -> bool:

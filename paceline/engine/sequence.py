@@ -56,6 +56,8 @@ class Sequence:
     started_s: float | None = None
     announced: bool = False
     num_announced_blocks: int = 0
+    # Leading prompt tokens whose log probability has been told; the first one has none.
+    num_scored_tokens: int = 1
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.known_ids)
@@ -79,6 +81,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output so far, of earlier attempts too."""
         return len(self.token_ids) - len(self.spec.prompt_ids)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be told; whoever computes the prompt elsewhere tells them."""
+        is_ours = self.spec.prompt_logprobs and self.role is not SequenceRole.AWAIT_KV
+        return is_ours and self.num_scored_tokens < len(self.spec.prompt_ids)
 
     @property
     def deadline_s(self) -> float:

@@ -26,10 +26,25 @@ class SampleTask:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """How probable each of `target_ids` was, given what stands before it.
+
+        token_ids of the chunk  [ a b c d e ]
+        target_ids                  [ d e f ]     first_row 2: c makes d probable, and so on
+
+    The last target may be the first token of the next chunk.
+    """
+
+    first_row: int
+    target_ids: tuple[int, ...]
+    num_top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
-    If `sample` is set, then choose the token that follows them.
+    If `sample` is set, then choose the token that follows them. If `score` is set, then say how probable known tokens were.
     """
 
     sequence_id: SequenceId
@@ -37,6 +52,7 @@ class ScheduledSequence:
     start: int
     block_tables: tuple[BlockTable, ...]
     sample: SampleTask | None
+    score: ScoreTask | None = None
 
     @property
     def end(self) -> int:
@@ -57,7 +73,9 @@ class StepOutput:
     """What the runner gives back: one token for each scheduled sequence with `sample`, in order.
 
     `logprobs` has an entry for each of them, None where none was asked for; or it is empty when nobody asked.
+    `scores` has the log probabilities of all targets of each scheduled sequence with `score`, in order.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
+    scores: tuple[tuple[TokenLogprob, ...], ...] = ()

@@ -28,6 +28,11 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_TOP_LOGPROBS = 20
 MAX_UINT32 = 0xFFFF_FFFF
+# Log probabilities of a prompt come in one message, and 4 MiB is what gRPC clients take unless told otherwise; the rest of the
+# message needs less than 1 KiB. With every number at its longest, an entry takes 14 bytes and each alternative 13.
+MAX_PROMPT_LOGPROB_BYTES = (4 << 20) - (1 << 10)
+_LOGPROB_BYTES = 14
+_TOP_LOGPROB_BYTES = 13
 
 
 def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
@@ -48,6 +53,7 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         client_request_id=message.client_request_id,
         bypass_cache=message.cache.bypass,
         num_top_logprobs=_parse_logprobs(message),
+        prompt_logprobs=message.logprobs.prompt,
     )
 
 
@@ -65,9 +71,21 @@ def parse_tokenize(raw: bytes, limits: RequestLimits) -> Prompt:
     return _parse_text(message.text, limits)
 
 
+def check_prompt_logprobs(request: Request, num_prompt_tokens: int) -> None:
+    """Raises BadSamplingError when the log probabilities of so long a prompt could pass the limit of a message."""
+    if not request.prompt_logprobs:
+        return
+    num_top = request.num_top_logprobs or 0
+    most = MAX_PROMPT_LOGPROB_BYTES // (_LOGPROB_BYTES + num_top * _TOP_LOGPROB_BYTES)
+    if num_prompt_tokens - 1 > most:
+        problem = (
+            f"asks for {num_prompt_tokens - 1} entries with {num_top} alternatives each, and {most} such entries fit into "
+            "a message; ask for fewer alternatives or send a shorter prompt"
+        )
+        raise BadSamplingError("logprobs.prompt", problem)
+
+
 def _refuse_unbuilt(message: inference_pb2.GenerateRequest) -> None:
-    if message.logprobs.prompt:
-        raise NotBuiltError("logprobs.prompt", "log probabilities of prompt tokens")
     if message.priority not in (inference_pb2.PRIORITY_UNSPECIFIED, inference_pb2.PRIORITY_STANDARD):
         raise NotBuiltError("priority", "classes other than PRIORITY_STANDARD")
     if message.cache.HasField("public_prefix"):

@@ -1,5 +1,7 @@
 """Values as messages between our own processes, and back: what a router gives to a worker, and what comes of it."""
 
+from collections.abc import Iterable
+
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import InvariantError
 from paceline.core.fingerprint import ModelFingerprint
@@ -47,6 +49,11 @@ def logprob_from_proto(message: generation_pb2.TokenLogprob) -> TokenLogprob:
     """Field by field."""
     top = tuple((entry.token_id, entry.logprob) for entry in message.top)
     return TokenLogprob(message.token_id, message.logprob, top)
+
+
+def prompt_scored_to_proto(first_index: int, logprobs: Iterable[TokenLogprob]) -> engine_pb2.PromptScored:
+    """The log probabilities of the prompt's tokens from place `first_index` on."""
+    return engine_pb2.PromptScored(first_index=first_index, logprobs=map(logprob_to_proto, logprobs))
 
 
 def first_token_to_proto(first: FirstToken) -> engine_pb2.FirstToken:
@@ -148,6 +155,7 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         bypass_cache=spec.bypass_cache,
         min_tokens=spec.min_tokens,
         num_top_logprobs=spec.num_top_logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
     )
     return context, sequence
 
@@ -165,6 +173,7 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
         bypass_cache=sequence.bypass_cache,
         min_tokens=sequence.min_tokens,
         num_top_logprobs=sequence.num_top_logprobs if sequence.HasField("num_top_logprobs") else None,
+        prompt_logprobs=sequence.prompt_logprobs,
         cache_scope=context.cache_scope,
         time_budget_s=context.time_budget_s if context.HasField("time_budget_s") else None,
     )

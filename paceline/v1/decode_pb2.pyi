@@ -41,20 +41,22 @@ class DecodeResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "started", "kv_received", "tokens", "failed")
+    __slots__ = ("request_id", "attempt", "started", "kv_received", "tokens", "failed", "prompt_scored")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     KV_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     started: SequenceStarted
     kv_received: KvReceived
     tokens: SequenceTokens
     failed: SequenceFailed
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., tokens: _Optional[_Union[SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ...) -> None: ...
+    prompt_scored: _engine_pb2.PromptScored
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., tokens: _Optional[_Union[SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., prompt_scored: _Optional[_Union[_engine_pb2.PromptScored, _Mapping]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
     __slots__ = ("cached_tokens", "queued_s")

@@ -15,14 +15,16 @@ class PrefillRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_engine_pb2.CallContext, _Mapping]] = ..., sequence: _Optional[_Union[_engine_pb2.SequenceSpec, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("started", "progress", "result")
+    __slots__ = ("started", "progress", "result", "prompt_scored")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
     started: PrefillStarted
     progress: PrefillProgress
     result: PrefillResult
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ...) -> None: ...
+    prompt_scored: _engine_pb2.PromptScored
+    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., result: _Optional[_Union[PrefillResult, _Mapping]] = ..., prompt_scored: _Optional[_Union[_engine_pb2.PromptScored, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("ticket", "cached_tokens", "queued_s")

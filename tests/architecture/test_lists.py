@@ -26,11 +26,12 @@ def test_readme_lists_exactly_what_is_refused_as_not_built() -> None:
 def test_a_list_that_is_not_whole_is_caught() -> None:
     """A README that forgets a field, or names one that is built, differs."""
     readme = read("README.md")
-    without = Document(readme.path, readme.text.replace("- `logprobs.prompt`\n", ""))
+    without = Document(readme.path, readme.text.replace("- `cache.public_prefix`\n", ""))
     with_more = Document(
-        readme.path, readme.text.replace("- `logprobs.prompt`", "- `logprobs.prompt`, `sampling.top_k`")
+        readme.path,
+        readme.text.replace("- `cache.public_prefix`", "- `cache.public_prefix`, `sampling.top_k`"),
     )
-    assert _fields_in_readme(readme) - _fields_in_readme(without) == {"logprobs.prompt"}
+    assert _fields_in_readme(readme) - _fields_in_readme(without) == {"cache.public_prefix"}
     assert _fields_in_readme(with_more) - _fields_in_readme(readme) == {"sampling.top_k"}
 
 

@@ -15,6 +15,9 @@ import pytest_asyncio
 
 from paceline.client import Completion
 from paceline.client_error import PacelineRpcError
+from paceline.core.request import TokenLogprob
+from paceline.engine.fake import fake_prompt_logprobs
+from paceline.runtime.wire_internal import logprob_from_proto
 from paceline.v1 import inference_pb2
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
 from tests.tiny_model import VOCAB_SIZE
@@ -25,6 +28,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SLOW_STEPS = {"fake_step_ms": 5}
 PROMPT = tuple((3 * i + 1) % VOCAB_SIZE for i in range(300))
 NUM_TOKENS = 200
+# Computed in about a hundred steps.
+LONG_PROMPT = tuple((5 * i + 2) % VOCAB_SIZE for i in range(1500))
 
 STREAMING_CLIENT = """
 import asyncio, sys
@@ -104,19 +109,52 @@ async def test_a_killed_worker_changes_no_token(pair: Cluster, tier: str, moment
     async with asyncio.TaskGroup() as group:
         answer = group.create_task(stream(pair, seen))
         await first_event(seen, moment)
-        busy = [
-            name
-            for name in pair.local.worker_addresses
-            if name.startswith(tier) and await is_busy(pair, name)
-        ]
-        for name in busy:
-            pair.local.kill(name)
+        busy = await kill_busy(pair, tier)
     assert answer.result() == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
     finish, migrations = await finish_of(seen)
     assert finish.timeline.attempts == 1 + len(migrations)
     if tier == "decode" and moment == "delta":
         assert busy
         assert [migrated.attempt for migrated in migrations] == [1]
+
+
+@pytest.mark.parametrize(("tier", "moment"), [("prefill", "progress"), ("decode", "delta")])
+async def test_a_killed_worker_loses_and_repeats_no_log_probability(
+    pair: Cluster, tier: str, moment: str
+) -> None:
+    """Killed in the middle of the prompt or after it: the client gets each prompt token's entry once, and the oracle's tokens."""
+    told: list[tuple[TokenLogprob, ...]] = []
+    token_ids: list[int] = []
+    attempts = 1
+    # Whoever has been asked once is asked quickly: the prompt must not be done before a worker is killed.
+    assert not [name for name in pair.local.worker_addresses if await is_busy(pair, name)]
+    async for event in pair.client.generate(
+        LONG_PROMPT,
+        max_tokens=100,
+        temperature=0,
+        ignore_eos=True,
+        num_top_logprobs=1,
+        prompt_logprobs=True,
+    ):
+        kind = event.WhichOneof("event")
+        token_ids += event.delta.token_ids
+        attempts = max(attempts, event.finish.timeline.attempts)
+        if kind == "prefill_done":
+            told.append(tuple(map(logprob_from_proto, event.prefill_done.prompt_logprobs)))
+        if kind == moment:
+            moment = "" if await kill_busy(pair, tier) else moment
+    assert told == [fake_prompt_logprobs(LONG_PROMPT, 1, VOCAB_SIZE)]
+    assert token_ids == list(fake_tokens(LONG_PROMPT, 100, VOCAB_SIZE, None))
+    assert attempts == 2
+
+
+async def kill_busy(cluster: Cluster, tier: str) -> list[str]:
+    """Kills the workers of a tier that have something to do, and names them."""
+    workers = [name for name in cluster.local.worker_addresses if name.startswith(tier)]
+    busy = [name for name in workers if await is_busy(cluster, name)]
+    for name in busy:
+        cluster.local.kill(name)
+    return busy
 
 
 async def is_busy(cluster: Cluster, worker: str) -> bool:

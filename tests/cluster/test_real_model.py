@@ -24,6 +24,8 @@ TEXT_FILE = Path(__file__).parents[2] / "LICENSE"
 PROMPT_LENGTHS = (5, 8, 12, 16, 17, 24, 31, 32, 33, 48, 64, 100, 128, 200, 256, 400, 511, 777, 1024, 1500)
 # Where the two best logits are closer than this, float32 sums in another order may choose either.
 TIE = 1e-4
+# What float32 sums in another order may do to a log probability.
+DRIFT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,33 @@ async def test_a_long_prefix_is_computed_once(cluster: Cluster) -> None:
     assert first.cached_tokens == 0
     assert second.cached_tokens >= 900
     assert first.timeline.kv_blocks > second.timeline.kv_blocks > 0
+
+
+async def test_log_probabilities_of_a_prompt_equal_those_of_transformers(
+    cluster: Cluster, model_dir: Path
+) -> None:
+    """A prompt of more than one chunk, handed over: each entry is that of one forward pass over the whole prompt."""
+    prompt_ids, plain = _plain_logprobs(model_dir, num_tokens=700)
+    answer = await cluster.client.generate_text(
+        prompt_ids, max_tokens=4, temperature=0, num_top_logprobs=2, prompt_logprobs=True
+    )
+    assert [entry.token_id for entry in answer.prompt_logprobs] == list(prompt_ids[1:])
+    ours = torch.tensor([entry.logprob for entry in answer.prompt_logprobs])
+    best = torch.tensor([[top.logprob for top in entry.top] for entry in answer.prompt_logprobs])
+    torch.testing.assert_close(
+        ours, plain.gather(-1, torch.tensor(prompt_ids[1:])[:, None])[:, 0], atol=DRIFT, rtol=0
+    )
+    torch.testing.assert_close(best, plain.topk(2).values, atol=DRIFT, rtol=0)
+    assert answer.timeline.kv_blocks > 0
+
+
+def _plain_logprobs(model_dir: Path, num_tokens: int) -> tuple[tuple[int, ...], torch.Tensor]:
+    """The beginning of the text, and the log probabilities of what follows each of its tokens but the last."""
+    token_ids = AutoTokenizer.from_pretrained(model_dir).encode(TEXT_FILE.read_text())[:num_tokens]
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, :-1]
+    return tuple(token_ids), logits.log_softmax(-1)
 
 
 async def test_it_knows_the_capital_of_france(cluster: Cluster) -> None:

@@ -68,7 +68,6 @@ REFUSALS: dict[str, tuple[bytes, grpc.StatusCode, str]] = {
     "invalid UTF-8": (b"\x12\x04\xff\xfe\xfd\xfc", INVALID, "BAD_PROMPT"),
     "not a message": (b"\xff" * 9, INVALID, "BAD_PROMPT"),
     "unknown token id": (request(token_ids=generation_pb2.TokenIds(ids=[VOCAB_SIZE])), INVALID, "BAD_PROMPT"),
-    "prompt logprobs": (request(logprobs=generation_pb2.LogprobOptions(prompt=True)), NOT_BUILT, "NOT_BUILT"),
     "21 logprobs": (request(logprobs=generation_pb2.LogprobOptions(num_top=21)), INVALID, "BAD_SAMPLING"),
     "bias on an unknown token": (sampling(logit_bias={VOCAB_SIZE: 1.0}), INVALID, "BAD_SAMPLING"),
     "min_tokens over max_tokens": (stopping(min_tokens=9, max_tokens=8), INVALID, "BAD_STOP"),

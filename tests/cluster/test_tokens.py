@@ -7,7 +7,8 @@ import pytest
 
 from paceline.client import Completion, GenerateOptions
 from paceline.core.request import SamplingParams
-from paceline.engine.fake import fake_next_token
+from paceline.engine.fake import fake_next_token, fake_prompt_logprobs
+from paceline.runtime.wire_internal import logprob_from_proto
 from tests.cluster.support import Cluster, events_of, fake_tokens, random_prompts, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
 
@@ -134,6 +135,35 @@ async def test_local_tokens_equal_the_oracle(
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == fake_tokens(prompt, 64, VOCAB_SIZE, EOS_ID)
         assert answer.prefill_worker == "decode-0"
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+async def test_prompts_are_told_whole_in_either_mode(
+    tmp_path: Path, tiny_tokenizer_dir: Path, mode: str
+) -> None:
+    """Every prompt token but the first has the oracle's entry, once, whoever computes the prompt in whatever chunks."""
+    chunks = {"prefill": {"max_num_batched_tokens": 48}, "decode": {"max_num_batched_tokens": 48}}
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, sections=chunks, runner="fake", disaggregate=mode
+    ) as cluster:
+        prompts = random_prompts(seed=21, count=12, longest=300, vocab_size=VOCAB_SIZE)
+        answers = await asyncio.gather(
+            *(
+                cluster.client.generate_text(
+                    prompt, max_tokens=20, temperature=0, num_top_logprobs=3, prompt_logprobs=True
+                )
+                for prompt in prompts
+            )
+        )
+        hitting = await cluster.client.generate_text(prompts[0], max_tokens=20, temperature=0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = tuple(map(logprob_from_proto, answer.prompt_logprobs))
+        assert told == fake_prompt_logprobs(prompt, 3, VOCAB_SIZE)
+        assert answer.token_ids == fake_tokens(prompt, 20, VOCAB_SIZE, EOS_ID)
+        assert answer.cached_tokens == 0
+        assert answer.prefill_worker == ("prefill-0" if mode == "always" else "decode-0")
+    assert hitting.cached_tokens == (len(prompts[0]) - 1) // 16 * 16, "the prompts above filled no cache"
+    assert hitting.prompt_logprobs == ()
 
 
 async def test_several_workers_share_the_work(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

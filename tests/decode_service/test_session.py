@@ -10,14 +10,15 @@ import grpc
 import pytest
 
 from decode_service.session import DecodeSession
-from paceline.core.request import BootEpoch, SequenceId, SequenceSpec
+from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, TokenLogprob
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import Event, Reserved
-from paceline.engine.fake import FakeModelRunner
+from paceline.engine.events import Event, PromptScored, Reserved
+from paceline.engine.fake import FakeModelRunner, fake_prompt_logprobs
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.channels import Channels
 from paceline.runtime.wire_internal import (
     finish_reason_from_proto,
+    logprob_from_proto,
     spec_to_proto,
     ticket_from_proto,
     ticket_to_proto,
@@ -179,6 +180,40 @@ async def test_a_sequence_without_a_ticket_is_computed_here(pair: Pair) -> None:
     assert _kinds(events) == ["started", *["tokens"] * 8]
     assert _token_ids(events) == output_of(SPEC)
     await pair.require_empty()
+
+
+async def test_a_prompt_computed_here_is_told_here_and_one_handed_over_is_not(pair: Pair) -> None:
+    """Its log probabilities come between the start and the first token, one for each prompt token but the first."""
+    here = make_spec("here", SPEC.prompt_ids, num_top_logprobs=1, prompt_logprobs=True)
+    moved = make_spec("moved", SPEC.prompt_ids, num_top_logprobs=1, prompt_logprobs=True)
+    pair.submit(here)
+    pair.submit(moved, await pair.ticket(moved))
+    events = await pair.until_end(here, moved)
+    local = events[here.sequence_id]
+    told = [event.prompt_scored for event in local if event.HasField("prompt_scored")]
+    assert _kinds(local) == ["started", *["prompt_scored"] * len(told), *["tokens"] * 8]
+    entries = [logprob_from_proto(entry) for message in told for entry in message.logprobs]
+    assert entries == list(fake_prompt_logprobs(SPEC.prompt_ids, 1, VOCAB_SIZE))
+    assert _kinds(events[moved.sequence_id]) == ["kv_received", *["tokens"] * 7]
+
+
+async def test_a_message_stays_below_its_limit_however_slowly_the_router_reads(pair: Pair) -> None:
+    """The log probabilities of many chunks wait: they come in several messages, none over 4 MiB, and in order."""
+    top = tuple((rank, -1.0) for rank in range(20))
+    events = [
+        PromptScored(SPEC.sequence_id, place, (TokenLogprob(7, -1.0, top),) * 2000) for place in range(15)
+    ]
+    pair.session._take(events)
+    pair.session._take([PromptScored(SPEC.sequence_id, 15, (TokenLogprob(7, -1.0, top),) * 15_000)])
+    sizes: list[int] = []
+    places: list[int] = []
+    while len(places) < 16:
+        taken = await pair.session.take_events()
+        sizes.append(decode_pb2.DecodeResponse(events=taken).ByteSize())
+        places += [event.prompt_scored.first_index for event in taken]
+    assert places == list(range(16))
+    assert max(sizes) < 4 << 20
+    assert len(sizes) < 16, "small ones travel together"
 
 
 async def test_a_first_token_that_ends_the_output_is_not_said_again(pair: Pair) -> None:

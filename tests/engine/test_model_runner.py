@@ -25,7 +25,7 @@ def _open(name: str, *, seed: int = 0) -> tuple[PreTrainedModel, KVLayout, Model
 def test_only_rows_that_sample_have_logits(name: str) -> None:
     """They are those of the whole batch, and in its order; a step without any gives none."""
     _, layout, runner = _open(name)
-    tables = (side_by_side(0, 8, layout), side_by_side(1, 9, layout))
+    tables = [side_by_side(index, BLOCK_SIZE + 3, layout) for index in range(2)]
     items = [
         ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, SampleTask(GREEDY, 8 + n))
         for n, table in enumerate(tables)

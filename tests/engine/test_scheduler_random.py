@@ -8,8 +8,9 @@ import pytest
 from paceline.core.block_hash import BlockHash, hash_block
 from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import KVLayout, LayerKV
-from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec
-from paceline.engine.events import BlocksReady, NewTokens, Reserved, Started
+from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec, TokenLogprob
+from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import VOCAB_SIZE, Bench, HashBlock, oracle
 from tests.factories import BLOCK_SIZE, GREEDY, make_id, make_spec
@@ -107,6 +108,7 @@ class History:
             bypass_cache=rng.random() < 0.1,
             cache_scope=rng.choice(("", "", "tenant")),
             time_budget_s=rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None,
+            prompt_logprobs=rng.random() < 0.2,
         )
         return self._as_later_attempt(spec) if rng.random() < 0.2 else spec
 
@@ -125,6 +127,7 @@ class History:
             stop_token_ids=spec.stop_token_ids,
             ignore_eos=spec.ignore_eos,
             cache_scope=spec.cache_scope,
+            prompt_logprobs=spec.prompt_logprobs,
         )
 
     def _commit_one(self) -> None:
@@ -211,11 +214,24 @@ class History:
         else:
             reason_now = reason
         tokens, end = self.bench.tokens(sequence_id), self.bench.end(sequence_id)
+        self._check_scores(spec, role, is_whole=bool(tokens))
         assert tokens == expected[: len(tokens)]
         if isinstance(end, DeadlineError):
             assert spec.time_budget_s is not None
         elif sequence_id not in self.released or end is not None:
             assert (tokens, end) == (expected, reason_now)
+
+    def _check_scores(self, spec: SequenceSpec, role: SequenceRole, *, is_whole: bool) -> None:
+        """The prompt's entries, each once and in order; all of them before the first token."""
+        expected: tuple[TokenLogprob, ...] = ()
+        if spec.prompt_logprobs and role is not SequenceRole.AWAIT_KV:
+            expected = fake_prompt_logprobs(spec.prompt_ids, 0, VOCAB_SIZE, self.groups)
+        events = self.bench.of(spec.sequence_id, PromptScored)
+        told = tuple(entry for event in events for entry in event.logprobs)
+        assert told == (expected if is_whole else expected[: len(told)])
+        assert [event.first_index for event in events] == [
+            1 + sum(len(before.logprobs) for before in events[:number]) for number in range(len(events))
+        ]
 
     def _check_leased_blocks(self, sequence_id: SequenceId) -> None:
         """What a reader of the lease would read is what was promised, block by block."""

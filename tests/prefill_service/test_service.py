@@ -10,10 +10,15 @@ import pytest
 from kvtransfer.chunks import LeaseState
 from paceline.core.errors import PacelineError
 from paceline.core.request import FinishReason, FirstToken, LeaseId, SequenceSpec
-from paceline.engine.fake import FakeModelRunner
+from paceline.engine.fake import FakeModelRunner, fake_prompt_logprobs
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
-from paceline.runtime.wire_internal import first_token_from_proto, spec_to_proto, ticket_from_proto
+from paceline.runtime.wire_internal import (
+    first_token_from_proto,
+    logprob_from_proto,
+    spec_to_proto,
+    ticket_from_proto,
+)
 from paceline.v1 import prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from paceline.worker.worker import Worker
@@ -90,6 +95,21 @@ async def test_a_prompt_gives_ticket_progress_and_first_token(worker: Worker, ch
     assert [r.progress.computed_tokens for r in responses[1:4]] == [8, 16, 18]
     first = first_token_from_proto(responses[-1].result.first_token)
     assert first == FirstToken(output_of(SPEC)[0])
+
+
+async def test_log_probabilities_of_the_prompt_come_chunk_by_chunk(
+    worker: Worker, channels: Channels
+) -> None:
+    """All before the result: one for each token but the first, although the whole prompt is in the cache."""
+    _release(worker, await _all(_prefill(channels, worker, SPEC)))
+    asking = make_spec("asking", SPEC.prompt_ids, num_top_logprobs=2, prompt_logprobs=True)
+    responses = await _all(_prefill(channels, worker, asking))
+    told = [response.prompt_scored for response in responses if response.HasField("prompt_scored")]
+    entries = [logprob_from_proto(entry) for message in told for entry in message.logprobs]
+    assert [message.first_index for message in told] == [1, 9, 17]
+    assert entries == list(fake_prompt_logprobs(SPEC.prompt_ids, 2, VOCAB_SIZE))
+    assert responses[0].started.cached_tokens == 0
+    assert responses[-1].WhichOneof("event") == "result"
 
 
 async def test_blocks_are_held_until_the_lease_is_released(worker: Worker, channels: Channels) -> None:

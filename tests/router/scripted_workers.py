@@ -8,19 +8,21 @@ from typing import Any
 import grpc
 
 from paceline.core.errors import PacelineError
-from paceline.core.request import FinishReason, FirstToken, SequenceSpec
+from paceline.core.request import FinishReason, FirstToken, SequenceSpec, TokenLogprob
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import abort_with
 from paceline.runtime.wire_internal import (
     fingerprint_to_proto,
     finish_reason_to_proto,
     first_token_to_proto,
+    prompt_scored_to_proto,
     spec_from_proto,
     ticket_to_proto,
 )
 from paceline.v1 import (
     decode_pb2,
     decode_pb2_grpc,
+    engine_pb2,
     inference_pb2,
     kv_transfer_pb2,
     kv_transfer_pb2_grpc,
@@ -308,6 +310,24 @@ def tokens(first_index: int, token_ids: tuple[int, ...], *, ends: bool = False) 
     )
 
 
+def entries(spec: SequenceSpec) -> tuple[TokenLogprob, ...]:
+    """What every scripted worker thinks of a prompt's tokens, from the second one on."""
+    return tuple(
+        TokenLogprob(token_id, -float(place)) for place, token_id in enumerate(spec.prompt_ids[1:], 1)
+    )
+
+
+def scored(spec: SequenceSpec, start: int, end: int) -> engine_pb2.PromptScored:
+    """A chunk tells the prompt's tokens [start, end)."""
+    return prompt_scored_to_proto(start, entries(spec)[start - 1 : end - 1])
+
+
+def scores_in_chunks(spec: SequenceSpec) -> list[engine_pb2.PromptScored]:
+    """All of them in chunks of 8; none when none were asked for."""
+    num_prompt = len(spec.prompt_ids) if spec.prompt_logprobs else 0
+    return [scored(spec, start, min(start + 8, num_prompt)) for start in range(1, num_prompt, 8)]
+
+
 def failed(error: PacelineError) -> decode_pb2.SequenceEvent:
     """The sequence cannot go on."""
     return decode_pb2.SequenceEvent(
@@ -323,6 +343,8 @@ async def good_prefill(
 ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
     """Everything goes well."""
     yield started(worker, spec)
+    for message in scores_in_chunks(spec):
+        yield prefill_pb2.PrefillResponse(prompt_scored=message)
     yield progress(len(spec.known_ids))
     yield result(spec)
 
@@ -340,6 +362,8 @@ async def decode_until(
 ) -> AsyncGenerator[decode_pb2.SequenceEvent, None]:
     """The events up to so many output tokens."""
     yield kv_received() if has_ticket else decode_started()
+    for message in [] if has_ticket else scores_in_chunks(spec):
+        yield decode_pb2.SequenceEvent(prompt_scored=message)
     output = oracle(spec)
     for index in range(len(spec.output_ids) + has_ticket, num_tokens):
         yield tokens(index, (output[index],), ends=index == spec.max_tokens - 1)

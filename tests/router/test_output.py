@@ -95,6 +95,15 @@ def test_progress_and_the_end_of_the_prefill_are_told_with_lengths(byte_level: T
     )
 
 
+def test_log_probabilities_of_the_prompt_are_told_with_its_end(byte_level: Tokenizer) -> None:
+    """As they came, and once: a later attempt's are not told again."""
+    entries = tuple(generation_pb2.TokenLogprob(token_id=n, logprob=-n) for n in range(1, 7))
+    (done,) = _take(
+        _stream(byte_level), PromptComputed(0, "prefill-0", entries), PromptComputed(0, "decode-0", entries)
+    )
+    assert tuple(done.prefill_done.prompt_logprobs) == entries
+
+
 # -- tokens
 
 

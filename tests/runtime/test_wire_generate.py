@@ -16,7 +16,7 @@ from paceline.core.errors import (
     PromptTooLongError,
 )
 from paceline.core.request import ChatMessage, Request
-from paceline.runtime.wire import parse_generate, parse_tokenize
+from paceline.runtime.wire import MAX_UINT32, check_prompt_logprobs, parse_generate, parse_tokenize
 from paceline.v1 import generation_pb2, inference_pb2
 from tests.factories import make_limits
 
@@ -243,16 +243,46 @@ def test_a_refusal_never_shows_the_prompt() -> None:
         assert "secret" not in str(caught.value) + str(caught.value.facts())
 
 
+def test_log_probabilities_of_the_prompt_come_with_those_of_the_output() -> None:
+    """Without a number of alternatives there are none: the token's own log probability alone."""
+    request = _parse(_logprobs(prompt=True))
+    assert (request.prompt_logprobs, request.num_top_logprobs) == (True, 0)
+    assert not _parse(_logprobs(num_top=3)).prompt_logprobs
+    assert not _parse(_logprobs(prompt=False)).prompt_logprobs
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(0, 299_520), (20, 15_303)])
+def test_log_probabilities_of_a_prompt_fit_into_a_message(num_top: int, most: int) -> None:
+    """So many entries are taken, one more is refused with both numbers; without a wish for them any length is taken."""
+    asking = _parse(_logprobs(prompt=True, num_top=num_top))
+    check_prompt_logprobs(asking, most + 1)
+    with pytest.raises(BadSamplingError, match=rf"{most + 1} entries .* and {most} such") as caught:
+        check_prompt_logprobs(asking, most + 2)
+    assert caught.value.facts() == {"field": "logprobs.prompt"}
+    check_prompt_logprobs(_parse(_logprobs(num_top=num_top)), most + 2)
+
+
+def test_the_longest_entries_are_as_long_as_they_are_thought_to_be() -> None:
+    """The largest prompt that is taken, with every number at its longest, stays below what a client takes by default."""
+    top = [generation_pb2.TopLogprob(token_id=MAX_UINT32, logprob=-1)] * 20
+    entry = generation_pb2.TokenLogprob(token_id=MAX_UINT32, logprob=-1, top=top)
+    one, two = (inference_pb2.PrefillDone(prompt_logprobs=[entry] * count).ByteSize() for count in (1, 2))
+    rest = inference_pb2.GenerateResponse(
+        seq=2**64 - 1,
+        index=MAX_UINT32,
+        prefill_done=inference_pb2.PrefillDone(
+            prompt_tokens=MAX_UINT32, cached_tokens=MAX_UINT32, prefill_worker="x" * 255
+        ),
+    )
+    assert 15_303 * (two - one) + rest.ByteSize() + 16 < 4 << 20
+
+
 # -- nothing is silently ignored
 
 # A value other than the default for every field that is not built yet, and how the refusal names it.
 UNBUILT = {
     "GenerateRequest.priority": (Generate(priority=inference_pb2.PRIORITY_BATCH), "priority"),
     "GenerateRequest.n": (Generate(n=2), "n"),
-    "LogprobOptions.prompt": (
-        Generate(logprobs=generation_pb2.LogprobOptions(prompt=True)),
-        "logprobs.prompt",
-    ),
     "CacheOptions.public_prefix": (
         Generate(cache=inference_pb2.CacheOptions(public_prefix="")),
         "cache.public_prefix",
@@ -284,6 +314,7 @@ BUILT = {
     "StopConditions.ignore_eos": (_stopping(), _stopping(ignore_eos=True)),
     "StopConditions.include_stop": (_stopping(), _stopping(include_stop=True)),
     "LogprobOptions.num_top": (_logprobs(), _logprobs(num_top=1)),
+    "LogprobOptions.prompt": (_logprobs(), _logprobs(prompt=True)),
     "CacheOptions.bypass": (
         Generate(text="x"),
         Generate(text="x", cache=inference_pb2.CacheOptions(bypass=True)),

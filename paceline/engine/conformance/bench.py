@@ -52,11 +52,12 @@ class ComparingRunner(ModelRunner):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See ModelRunner.forward."""
-        logits = super().forward(replace(batch, sample_rows=torch.arange(len(batch.token_ids))))
+        every_row = torch.arange(len(batch.token_ids))
+        logits = super().forward(replace(batch, sample_rows=every_row, score_rows=every_row[:0]))
         for item, query in zip(self.steps[-1], batch.queries, strict=True):
             expected = self._references[item.sequence_id].logits[item.start : item.end]
             self._compare(logits[query.first : query.last].float(), expected)
-        return logits[batch.sample_rows]
+        return logits[batch.logit_rows]
 
     def _compare(self, ours: Tensor, expected: Tensor) -> None:
         # What is no number is as far away as can be.
