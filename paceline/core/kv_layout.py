@@ -27,6 +27,8 @@ class LayerKV:
     value_dim: int
     window: int | None = None  # a token sees itself and the window - 1 tokens before it; None: all of them
     shared_with: int | None = None  # the earlier layer whose keys and values this one reads; it stores none
+    # It stores what keys and values are expanded from: as the key the compressed pair, as the value the rotary part.
+    is_latent: bool = False
 
     @property
     def key_items(self) -> int:

@@ -67,8 +67,16 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention of one layer over the whole ragged batch; [1, num_tokens, num_heads, value_dim]."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
-    parts = [_attend_sequence(context.cache, layer, query[0], part, rules) for part in context.batch.queries]
-    return torch.cat(parts).unsqueeze(0), None
+    queries = context.batch.queries
+    if context.cache.layout.layers[layer].is_latent:
+        contexts = _split_contexts(context.cache, layer, queries, key[0], value[0])
+    else:
+        contexts = [_gather_context(context.cache, layer, part) for part in queries]
+    parts = [
+        attend(query[0, :, part.first : part.last], keys, values, rules)
+        for part, (keys, values) in zip(queries, contexts, strict=True)
+    ]
+    return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0), None
 
 
 def store_tokens(
@@ -79,25 +87,29 @@ def store_tokens(
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[AttentionContext, int, AttentionRules]:
-    """Puts the new keys and values where they belong; gives the pass, the layer and the rules that the call is about."""
+    """Puts the new keys and values where they belong; gives the pass, the layer and the rules that the call is about.
+
+    A layer that keeps latents has stored them already.
+    """
     context = current_attention.get()
     assert attention_mask is None, "no mask function is registered, so none is built"
     assert query.shape[2] == len(context.batch.token_ids), "a layer computes every token of the batch"
     layer = module.layer_idx
     assert isinstance(layer, int)
-    rules = read_rules(context.cache.layout.layers[layer], kwargs)
-    slots = context.batch.slot_mappings[context.cache.group_of[layer]]
-    context.cache.write_tokens(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    rules = read_rules(context.cache.layout.layers[layer], kwargs, query.shape[-1])
+    if not context.cache.layout.layers[layer].is_latent:
+        slots = context.batch.slot_mappings[context.cache.group_of[layer]]
+        context.cache.write_tokens(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return context, layer, rules
 
 
-def read_rules(layer: LayerKV, kwargs: dict[str, Any]) -> AttentionRules:
+def read_rules(layer: LayerKV, kwargs: dict[str, Any], head_dim: int) -> AttentionRules:
     """What the call's keyword arguments ask for; raises UnsupportedModelError for what is not honoured.
 
     The window is that of the layer: some models pass none, or one that their own masks do not have.
     """
     rest = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
-    scaling = rest.pop("scaling", layer.key_dim**-0.5)
+    scaling = rest.pop("scaling", head_dim**-0.5)
     softcap = rest.pop("softcap", None)
     sinks = rest.pop("s_aux", rest.pop("sinks", None))
     if rest.pop("dropout", 0.0) != 0.0:
@@ -136,15 +148,25 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
     return _attend_by_definition(query, keys, values, visible, rules)
 
 
-def _attend_sequence(
-    cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules
-) -> Tensor:
-    mine = query[:, part.first : part.last]
-    group = cache.group_of[layer]
-    first = cache.layout.groups[group].first_visible(part.context - mine.shape[1])
-    keys, values = cache.gather(layer, part.block_tables[group], first, part.context)
-    out = attend(mine, keys.transpose(0, 1), values.transpose(0, 1), rules)
-    return out.transpose(0, 1)
+def sees_from(cache: KVCache, layer: int, part: QueryRange) -> int:
+    """The first position that the part's tokens see, in any layer of the group."""
+    group = cache.layout.groups[cache.group_of[layer]]
+    return group.first_visible(part.context - (part.last - part.first))
+
+
+def _gather_context(cache: KVCache, layer: int, part: QueryRange) -> tuple[Tensor, Tensor]:
+    """What the part's tokens attend to, each [num_kv_heads, tokens, dim]."""
+    table = part.block_tables[cache.group_of[layer]]
+    keys, values = cache.gather(layer, table, sees_from(cache, layer, part), part.context)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def _split_contexts(
+    cache: KVCache, layer: int, queries: tuple[QueryRange, ...], keys: Tensor, values: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The same, of keys and values [num_heads, tokens of all contexts, dim] that were expanded from latents."""
+    lengths = [part.context - sees_from(cache, layer, part) for part in queries]
+    return list(zip(torch.split(keys, lengths, 1), torch.split(values, lengths, 1), strict=True))
 
 
 def _visible(num_queries: int, context: int, window: int | None) -> Tensor | None:

@@ -54,9 +54,11 @@ def load_model(directory: Path, dtype: str, block_size: int, exactness: str = "f
     )
 
 
-def use_paged_attention(model: PreTrainedModel, dtype: str, block_size: int) -> KVLayout:
+def use_paged_attention(
+    model: PreTrainedModel, dtype: str, block_size: int, mla: str = "expanded"
+) -> KVLayout:
     """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError."""
-    layout = KVLayout(probe_layers(model, max_tokens_of(model)), block_size, dtype)
+    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla), block_size, dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     return layout
 

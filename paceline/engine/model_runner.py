@@ -1,6 +1,7 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
+from paceline.engine.latent import LatentCache
 from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
 from paceline.engine.scoring import score
@@ -29,6 +31,7 @@ class ModelRunner:
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
+        self._has_latents = any(layer.is_latent for layer in layout.layers)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
@@ -48,9 +51,11 @@ class ModelRunner:
             current_attention.reset(token)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
-        rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        more: dict[str, Any] = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        if self._has_latents:
+            more["cache"] = LatentCache()
         output = self._model(
-            input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
+            input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **more
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]

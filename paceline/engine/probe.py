@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import LayerKV
 from paceline.engine.attention import read_rules
+from paceline.engine.latent import NotedCache
 
 _PROBE_NAME = "paceline_probe"
 
@@ -19,19 +20,20 @@ _PROBE_NAME = "paceline_probe"
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def probe_layers(model: PreTrainedModel, max_tokens: int) -> tuple[LayerKV, ...]:
-    """The KV geometry of each layer, for contexts of at most `max_tokens`.
+def probe_layers(model: PreTrainedModel, max_tokens: int, mla: str = "expanded") -> tuple[LayerKV, ...]:
+    """The KV geometry of each layer, for contexts of at most `max_tokens`; of the latents, if `mla` is "latent".
 
-    Raises UnsupportedModelError when a layer never asks for attention (it would silently ignore our KV cache), or sees
-    anything but all tokens before it or a window of them.
+    Raises UnsupportedModelError when a layer never asks for attention (it would silently ignore our KV cache), sees
+    anything but all tokens before it or a window of them, or has no latents though they are asked for.
     """
-    probe = _Probe(model, max_tokens)
+    cache = NotedCache() if mla == "latent" else None
+    probe = _Probe(model, max_tokens, cache)
     AttentionInterface.register(_PROBE_NAME, probe.attend)
     AttentionMaskInterface.register(_PROBE_NAME, probe.build_mask)
     try:
         model.set_attn_implementation(_PROBE_NAME)
         with torch.inference_mode():
-            _short_pass(model)
+            _short_pass(model, cache)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -73,10 +75,12 @@ def window_of(visible: MaskFunction, max_tokens: int) -> int | None:
     return counts[0]
 
 
-def _short_pass(model: PreTrainedModel) -> None:
+def _short_pass(model: PreTrainedModel, cache: NotedCache | None) -> None:
     """As a model runner calls the model: some models take shortcuts otherwise."""
-    rows = {"logits_to_keep": torch.arange(3)} if takes_rows(model) else {}
-    model(input_ids=torch.tensor([[0, 1, 2]]), position_ids=torch.arange(3)[None], use_cache=False, **rows)
+    more: dict[str, Any] = {"logits_to_keep": torch.arange(3)} if takes_rows(model) else {}
+    if cache is not None:
+        more["cache"] = cache
+    model(input_ids=torch.tensor([[0, 1, 2]]), position_ids=torch.arange(3)[None], use_cache=False, **more)
 
 
 class _Probe:
@@ -85,8 +89,9 @@ class _Probe:
     The mask that a layer is given is the truth about what it sees; eager attention goes by nothing else.
     """
 
-    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_tokens: int, cache: NotedCache | None) -> None:
         self._model = model
+        self._cache = cache
         self._max_tokens = max_tokens
         self._layers: dict[int, LayerKV] = {}
         # These are kept, so that no later tensor can be taken for one of them.
@@ -116,7 +121,9 @@ class _Probe:
             raise UnsupportedModelError(f"{name_of(self._model)} calls attention more than once a layer")
         window, shared_with = self._window(index, attention_mask), self._owner(key, value)
         layer = LayerKV(key.shape[1], key.shape[3], value.shape[3], window, shared_with)
-        read_rules(layer, kwargs)
+        if self._cache is not None:
+            layer = self._cache.latent_layer(index, key, value, window) or layer
+        read_rules(layer, kwargs, query.shape[-1])
         self._layers[index] = layer
         self._states.append((index, key, value))
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -129,6 +136,10 @@ class _Probe:
             raise UnsupportedModelError(
                 f"{name_of(self._model)} asks for attention in {len(self._layers)} of its {num_layers} layers; layers "
                 "that attend by themselves, or keep a state of another kind, cannot be served"
+            )
+        if self._cache is not None and not any(layer.is_latent for layer in self._layers.values()):
+            raise UnsupportedModelError(
+                f"{name_of(self._model)} offers no latents that could be cached; serve it with --mla expanded"
             )
         return tuple(self._layers[index] for index in range(num_layers))
 

@@ -56,19 +56,19 @@ def test_attention_equals_its_definition(
 def test_what_a_layer_asks_for_is_honoured() -> None:
     """Scaling, soft cap and sinks are read, under both names of the last one; scaling has a default."""
     sinks = torch.zeros(2)
-    rules = read_rules(LAYER, {"scaling": 0.5, "softcap": 2.0, "s_aux": sinks, "dropout": 0.0})
+    rules = read_rules(LAYER, {"scaling": 0.5, "softcap": 2.0, "s_aux": sinks, "dropout": 0.0}, 16)
     assert (rules.scaling, rules.softcap) == (0.5, 2.0)
     assert rules.sinks is sinks
-    assert read_rules(LAYER, {"sinks": sinks}).sinks is sinks
-    assert read_rules(LAYER, {"softcap": None, "use_cache": False}) == AttentionRules(0.25)
+    assert read_rules(LAYER, {"sinks": sinks}, 16).sinks is sinks
+    assert read_rules(LAYER, {"softcap": None, "use_cache": False}, 16) == AttentionRules(0.25)
 
 
 def test_the_window_is_the_layer_s_own() -> None:
     """What the call says about it does not count: the layer's mask was asked."""
     windowed = LayerKV(2, key_dim=16, value_dim=16, window=4)
-    assert read_rules(windowed, {}).window == 4
-    assert read_rules(windowed, {"sliding_window": 9}).window == 4
-    assert read_rules(LAYER, {"sliding_window": 9}).window is None
+    assert read_rules(windowed, {}, 16).window == 4
+    assert read_rules(windowed, {"sliding_window": 9}, 16).window == 4
+    assert read_rules(LAYER, {"sliding_window": 9}, 16).window is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_the_window_is_the_layer_s_own() -> None:
 )
 def test_what_is_not_honoured_is_refused(name: str, value: float) -> None:
     """An argument that we do not know is never ignored, and is named; the same without a value asks for nothing."""
-    assert read_rules(LAYER, {name: None if name != "dropout" else 0.0}) == AttentionRules(0.25)
+    assert read_rules(LAYER, {name: None if name != "dropout" else 0.0}, 16) == AttentionRules(0.25)
     with pytest.raises(UnsupportedModelError):
-        read_rules(LAYER, {name: value})
+        read_rules(LAYER, {name: value}, 16)
