@@ -12,7 +12,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker_id", "role", "boot_epoch", "fingerprint", "model_id", "max_model_tokens", "vocab_size", "num_blocks", "block_bytes")
+    __slots__ = ("worker_id", "role", "boot_epoch", "fingerprint", "model_id", "max_model_tokens", "vocab_size", "num_blocks", "block_bytes", "num_kv_tokens", "num_2k_requests", "own_max_model_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,9 @@ class GetInfoResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_2K_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OWN_MAX_MODEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _inference_pb2.WorkerRole
     boot_epoch: int
@@ -31,7 +34,10 @@ class GetInfoResponse(_message.Message):
     vocab_size: int
     num_blocks: int
     block_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., model_id: _Optional[str] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    num_kv_tokens: int
+    num_2k_requests: int
+    own_max_model_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., model_id: _Optional[str] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_kv_tokens: _Optional[int] = ..., num_2k_requests: _Optional[int] = ..., own_max_model_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchLoadRequest(_message.Message):
     __slots__ = ()

@@ -28,16 +28,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetInfoResponse:
         """What the worker is."""
         worker, loaded = self._worker, self._worker.loaded
+        capacity = loaded.capacity
         return worker_pb2.GetInfoResponse(
             worker_id=worker.key.worker_id,
             role=self._role,
             boot_epoch=worker.key.boot_epoch,
             fingerprint=fingerprint_to_proto(loaded.fingerprint),
             model_id=worker.model_id,
-            max_model_tokens=loaded.max_model_tokens,
+            max_model_tokens=capacity.max_model_tokens,
             vocab_size=loaded.vocab_size,
-            num_blocks=loaded.num_blocks,
+            num_blocks=capacity.num_blocks,
             block_bytes=loaded.layout.block_bytes,
+            num_kv_tokens=capacity.num_tokens,
+            num_2k_requests=capacity.num_requests,
+            own_max_model_tokens=capacity.own_max_model_tokens,
         )
 
     async def WatchLoad(
