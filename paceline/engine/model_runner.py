@@ -1,5 +1,7 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -8,6 +10,7 @@ from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
+from paceline.engine.expert_load import ExpertLoad
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.probe import takes_rows
@@ -26,13 +29,16 @@ class ModelRunner:
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
+        self._expert_load = ExpertLoad(model)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
         with torch.inference_mode():
             batch = build_forward_batch(output, self._layout.block_size)
-            logits = self.forward(batch)
-            return sample(logits.float(), batch.sample_tasks)
+            with self._expert_load.counting():
+                logits = self.forward(batch)
+            step = sample(logits.float(), batch.sample_tasks)
+            return replace(step, expert_tokens=self._expert_load.take())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The logits of the batch's sample rows, [num_samples, vocab_size]; stores the KV of all its tokens."""

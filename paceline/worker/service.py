@@ -57,6 +57,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(_REPORT_EVERY_S)
             silent_s += _REPORT_EVERY_S
 
+    async def GetExpertLoad(
+        self, request: worker_pb2.GetExpertLoadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.GetExpertLoadResponse:
+        """What each expert of each layer has been given."""
+        layers = [
+            worker_pb2.ExpertLoad(layer=each.layer, num_tokens=each.counts, imbalance=each.imbalance)
+            for each in self._worker.engine.stats.expert_tokens
+        ]
+        return worker_pb2.GetExpertLoadResponse(layers=layers)
+
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> worker_pb2.DrainResponse:
