@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-from paceline.launcher.models import DEFAULT_MODEL
+from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize
 
@@ -90,7 +90,9 @@ class UpConfig:
         None, "a TOML file: [up] for this command; [router], [prefill], [decode] go on"
     )
     topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
-    model: str = option(DEFAULT_MODEL.name, "the default's name, a Hugging Face directory, or a hub id")
+    model: str = option(
+        DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
+    )
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
