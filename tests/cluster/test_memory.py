@@ -35,6 +35,7 @@ async def serve(cluster: Cluster, num_requests: int, *, seed: int) -> None:
     prompts = enumerate(random_prompts(seed, num_requests, 60, VOCAB_SIZE))
 
     async def client() -> None:
+        """One of those who ask, one request after the other."""
         for number, prompt in prompts:
             if number % 20 == 0:
                 await leave_early(cluster, prompt)

@@ -75,6 +75,7 @@ async def serve(engine: AsyncEngine, specs: Iterator[SequenceSpec], num_requests
     numbers = iter(range(num_requests))
 
     async def client() -> None:
+        """One of those who ask, one request after the other."""
         for number in numbers:
             role = SequenceRole.PREFILL_ONLY if number % 5 == 0 else SequenceRole.GENERATE
             await one_request(engine, next(specs), role, gives_up=number % 20 == 1)

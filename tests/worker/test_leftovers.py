@@ -80,6 +80,7 @@ async def serve(dispatcher: Dispatcher, num_requests: int) -> None:
     specs = enumerate(random_specs(num_requests))
 
     async def client() -> None:
+        """One of those who ask, one request after the other."""
         for number, spec in specs:
             await one_request(dispatcher, spec, leaves_after=number % 7 + 1 if number % 10 == 0 else None)
 
