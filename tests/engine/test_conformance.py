@@ -180,6 +180,15 @@ def test_a_crash_fails_its_cell_only(
     assert "2 FAILED: 2 architectures, 20 cases" in out
 
 
+def test_a_prompt_of_whole_blocks_is_found_but_for_its_last_token() -> None:
+    """A prompt that ends with a block is a full hit at its last boundary: one token of it is computed again."""
+    model = build_tiny("llama")
+    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE)
+    _require_passed(
+        run_path(make_subject(model, layout, num_prompt_tokens=9 * TINY_BLOCK_SIZE), "prefix hit")
+    )
+
+
 def test_a_user_chooses_the_tolerance_of_their_own_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
