@@ -98,6 +98,11 @@ class KVLayout:
         return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()
 
 
+def min_blocks(layout: KVLayout) -> int:
+    """The least that a worker can start with: its checks compute two sequences, each a little longer than a block."""
+    return 2 * layout.num_blocks_for(layout.block_size + 3)
+
+
 def max_live_blocks(window: int, num_tokens: int, block_size: int) -> int:
     """Blocks that `num_tokens` tokens in a row and all they see through a window may touch, wherever they begin."""
     return -(-(window + num_tokens - 2) // block_size) + 1

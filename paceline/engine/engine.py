@@ -9,7 +9,7 @@ from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.events import Event
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import SequenceRole
-from paceline.engine.step import SchedulerOutput, StepOutput
+from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
 
 
 class BlockMemory(Protocol):
@@ -58,6 +58,8 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     max_steps_to_release: int
+    # Of all steps; empty for a model without experts.
+    expert_tokens: tuple[ExpertTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Engine:
         self._runner = runner
         self._num_steps = 0
         self._max_steps_to_release = 0
+        self._expert_tokens: tuple[ExpertTokens, ...] = ()
 
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
         """Queues a sequence."""
@@ -102,6 +105,7 @@ class Engine:
         if output.scheduled:
             computed = self._runner.execute(output)
             self._num_steps += 1
+            self._count_experts(computed.expert_tokens)
         events = self._scheduler.update(output, computed)
         return StepResult(tuple(events), self._scheduler.pool.take_changes(), idle=not output.scheduled)
 
@@ -117,7 +121,12 @@ class Engine:
             num_preemptions=queues.num_preemptions,
             num_steps=self._num_steps,
             max_steps_to_release=self._max_steps_to_release,
+            expert_tokens=self._expert_tokens,
         )
+
+    def _count_experts(self, step: tuple[ExpertTokens, ...]) -> None:
+        so_far = self._expert_tokens
+        self._expert_tokens = tuple(map(ExpertTokens.plus, so_far, step)) if so_far else step
 
     def check_invariants(self) -> None:
         """See Scheduler.check_invariants."""

@@ -11,6 +11,7 @@ from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
+from paceline.engine.expert_load import ExpertLoad
 from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.latent import LatentCache
@@ -32,15 +33,18 @@ class ModelRunner:
         self._layout = layout
         self._keeps_rows = takes_rows(model)
         self._has_latents = any(layer.is_latent for layer in layout.layers)
+        self._expert_load = ExpertLoad(model)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
         with torch.inference_mode():
             batch = build_forward_batch(output, self._layout.block_size)
-            logits = self.forward(batch)
+            with self._expert_load.counting():
+                logits = self.forward(batch)
             num_samples = len(batch.sample_tasks)
             step = sample(logits[:num_samples].float(), batch.sample_tasks)
-            return replace(step, scores=score(logits[num_samples:], batch.score_tasks))
+            scores = score(logits[num_samples:], batch.score_tasks)
+            return replace(step, scores=scores, expert_tokens=self._expert_load.take())
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The logits of the batch's logit rows, [num_samples + num_targets, vocab_size]; stores the KV of all its tokens."""
@@ -59,11 +63,6 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]
-
-
-def min_blocks(layout: KVLayout) -> int:
-    """Blocks that the checks at start need: two sequences of a block and a bit."""
-    return 2 * layout.num_blocks_for(layout.block_size + 3)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The plain records in which deciding and doing meet: the scheduler writes one, the runner answers with the other."""
 
 from dataclasses import dataclass
+from operator import add
 
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams, SequenceId, TokenLogprob
@@ -69,13 +70,34 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertTokens:
+    """How many tokens each expert of one layer was given; a token counts once for each of its experts."""
+
+    layer: int
+    counts: tuple[int, ...]  # [num_experts]
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's tokens over the mean: 1 is even; 0 where there were no tokens."""
+        total = sum(self.counts)
+        return max(self.counts) * len(self.counts) / total if total else 0.0
+
+    def plus(self, other: "ExpertTokens") -> "ExpertTokens":
+        """Both together, of the same layer."""
+        assert self.layer == other.layer, "counts of different layers do not add up"
+        return ExpertTokens(self.layer, tuple(map(add, self.counts, other.counts)))
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What the runner gives back: one token for each scheduled sequence with `sample`, in order.
 
     `logprobs` has an entry for each of them, None where none was asked for; or it is empty when nobody asked.
     `scores` has the log probabilities of all targets of each scheduled sequence with `score`, in order.
+    `expert_tokens` has an entry for each layer with experts, and is empty for a model without any.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scores: tuple[tuple[TokenLogprob, ...], ...] = ()
+    expert_tokens: tuple[ExpertTokens, ...] = ()

@@ -22,6 +22,7 @@ from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, free_port, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
+from paceline.runtime.memory import free_memory_bytes
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
@@ -35,6 +36,7 @@ class Layout:
     model: Path
     run_dir: Path
     port: int
+    kv_bytes: int  # for the KV cache of each worker
 
     @property
     def redis_url(self) -> str:
@@ -111,6 +113,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
         *("--dtype", config.dtype, "--exactness", config.exactness, "--runner", config.runner),
         *("--threads", str(config.threads_per_worker)),
+        *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
     )
 
 
@@ -196,7 +199,8 @@ class LocalCluster:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
-            self._layout = Layout(config, self._model, run_dir, port)
+            kv_bytes = config.kv_bytes_per_worker(free_memory_bytes())
+            self._layout = Layout(config, self._model, run_dir, port, kv_bytes)
             _make_log_dir(self._layout.log_dir)
             await self._start_stages(self._layout)
         except BaseException:

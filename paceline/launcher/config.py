@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-from paceline.launcher.models import DEFAULT_MODEL
+from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
+from paceline.runtime.memory import MemorySize
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
 
@@ -50,6 +51,8 @@ _DECIDED_HERE = frozenset(
         "model",
         "dtype",
         "exactness",
+        "max_model_len",
+        "kv_memory",
         "runner",
         "threads",
         "redis",
@@ -87,10 +90,17 @@ class UpConfig:
         None, "a TOML file: [up] for this command; [router], [prefill], [decode] go on"
     )
     topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
-    model: str = option(DEFAULT_MODEL.name, "the default's name, a Hugging Face directory, or a hub id")
+    model: str = option(
+        DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
+    )
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
+    )
+    max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
+    # The same limits at every start, whatever else runs, and room for two copies of a small model on 8 GiB.
+    kv_memory: str = option(
+        "2GiB", "memory for the KV caches of all workers together: 4GiB, 512MiB, or 40% of what is free"
     )
     redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
@@ -114,6 +124,9 @@ class UpConfig:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.max_model_len < 0:
+            raise ConfigError(f"--max-model-len {self.max_model_len} is negative; 0 is the model's own limit")
+        MemorySize.parse(self.kv_memory, "--kv-memory")
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:
@@ -127,6 +140,11 @@ class UpConfig:
     def threads_per_worker(self) -> int:
         """Every core has one owner: two workers that share one slow each other down several times over."""
         return self.threads or max(1, usable_cores() // self.shape.num_workers)
+
+    def kv_bytes_per_worker(self, free_bytes: int) -> int:
+        """Equal shares of the cluster's one budget, where `free_bytes` are free before anything is started."""
+        budget = MemorySize.parse(self.kv_memory, "--kv-memory").of(free_bytes)
+        return max(1, budget // self.shape.num_workers)
 
 
 def usable_cores() -> int:

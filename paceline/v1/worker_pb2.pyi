@@ -1,8 +1,9 @@
 from paceline.v1 import engine_pb2 as _engine_pb2
 from paceline.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -12,7 +13,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("worker_id", "role", "boot_epoch", "fingerprint", "model_id", "max_model_tokens", "vocab_size", "num_blocks", "block_bytes")
+    __slots__ = ("worker_id", "role", "boot_epoch", "fingerprint", "model_id", "max_model_tokens", "vocab_size", "num_blocks", "block_bytes", "num_kv_tokens", "num_2k_requests", "own_max_model_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +23,9 @@ class GetInfoResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_2K_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OWN_MAX_MODEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _inference_pb2.WorkerRole
     boot_epoch: int
@@ -31,7 +35,10 @@ class GetInfoResponse(_message.Message):
     vocab_size: int
     num_blocks: int
     block_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., model_id: _Optional[str] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    num_kv_tokens: int
+    num_2k_requests: int
+    own_max_model_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_inference_pb2.WorkerRole, str]] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., model_id: _Optional[str] = ..., max_model_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_kv_tokens: _Optional[int] = ..., num_2k_requests: _Optional[int] = ..., own_max_model_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchLoadRequest(_message.Message):
     __slots__ = ()
@@ -60,6 +67,26 @@ class WatchLoadResponse(_message.Message):
     num_leases: int
     max_steps_to_release: int
     def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ..., max_steps_to_release: _Optional[int] = ...) -> None: ...
+
+class GetExpertLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetExpertLoadResponse(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[ExpertLoad]
+    def __init__(self, layers: _Optional[_Iterable[_Union[ExpertLoad, _Mapping]]] = ...) -> None: ...
+
+class ExpertLoad(_message.Message):
+    __slots__ = ("layer", "num_tokens", "imbalance")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    imbalance: float
+    def __init__(self, layer: _Optional[int] = ..., num_tokens: _Optional[_Iterable[int]] = ..., imbalance: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=paceline_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_worker__pb2.WatchLoadResponse.FromString,
                 _registered_method=True)
+        self.GetExpertLoad = channel.unary_unary(
+                '/paceline.v1.WorkerService/GetExpertLoad',
+                request_serializer=paceline_dot_v1_dot_worker__pb2.GetExpertLoadRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_worker__pb2.GetExpertLoadResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/paceline.v1.WorkerService/Drain',
                 request_serializer=paceline_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -70,6 +75,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetExpertLoad(self, request, context):
+        """Says how evenly a mixture of experts has spread its tokens. Apart from the load, which is reported many times a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes nothing new from now on and finishes what it has; blocks can still be pulled.
         """
@@ -89,6 +101,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=paceline_dot_v1_dot_worker__pb2.WatchLoadRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_worker__pb2.WatchLoadResponse.SerializeToString,
+            ),
+            'GetExpertLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetExpertLoad,
+                    request_deserializer=paceline_dot_v1_dot_worker__pb2.GetExpertLoadRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_worker__pb2.GetExpertLoadResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -151,6 +168,33 @@ class WorkerService:
             '/paceline.v1.WorkerService/WatchLoad',
             paceline_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
             paceline_dot_v1_dot_worker__pb2.WatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetExpertLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.WorkerService/GetExpertLoad',
+            paceline_dot_v1_dot_worker__pb2.GetExpertLoadRequest.SerializeToString,
+            paceline_dot_v1_dot_worker__pb2.GetExpertLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class WorkerServiceStub:
     """Says what the worker is; it does not change while the worker lives."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]
     """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
+    GetExpertLoad: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetExpertLoadRequest, _worker_pb2.GetExpertLoadResponse]
+    """Says how evenly a mixture of experts has spread its tokens. Apart from the load, which is reported many times a second."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes nothing new from now on and finishes what it has; blocks can still be pulled."""
 
@@ -49,6 +51,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Says what the worker is; it does not change while the worker lives."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
+    GetExpertLoad: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetExpertLoadRequest, _worker_pb2.GetExpertLoadResponse]  # type: ignore[assignment]
+    """Says how evenly a mixture of experts has spread its tokens. Apart from the load, which is reported many times a second."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes nothing new from now on and finishes what it has; blocks can still be pulled."""
 
@@ -70,6 +74,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchLoadResponse], _abc.AsyncIterator[_worker_pb2.WatchLoadResponse]]:
         """Reports the load at once, whenever it changes, and once a second. A worker that is silent for longer is frozen or gone."""
+
+    @_abc_1.abstractmethod
+    def GetExpertLoad(
+        self,
+        request: _worker_pb2.GetExpertLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GetExpertLoadResponse, _abc.Awaitable[_worker_pb2.GetExpertLoadResponse]]:
+        """Says how evenly a mixture of experts has spread its tokens. Apart from the load, which is reported many times a second."""
 
     @_abc_1.abstractmethod
     def Drain(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.runtime.config import option
+from paceline.runtime.memory import MemorySize
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,9 @@ class WorkerConfig:
     fake_step_ms: float = option(0.0, "with --runner fake: milliseconds a step takes")
     redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
     threads: int = option(0, "compute threads; 0: torch's own choice")
-    kv_cache_mib: int = option(1024, "memory for the KV cache, in MiB")
-    num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-cache-mib; 0: not set")
+    max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
+    kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
+    num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")
     block_size: int = option(16, "tokens a KV block holds")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     max_num_seqs: int = option(64, "most sequences in one step")
@@ -39,8 +41,12 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "kv_cache_mib"):
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_model_len", "num_blocks"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative; 0: not set")
+        MemorySize.parse(self.kv_memory, "--kv-memory")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")

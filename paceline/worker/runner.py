@@ -12,6 +12,8 @@ from paceline.core.kv_layout import KVLayout
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.log import get_logger
+from paceline.runtime.memory import free_memory_bytes
+from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
 
 log = get_logger()
@@ -24,22 +26,28 @@ class LoadedRunner:
     runner: Runner
     fingerprint: ModelFingerprint
     layout: KVLayout
-    num_blocks: int
+    capacity: Capacity
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_model_tokens: int
 
 
 def load_runner(config: WorkerConfig) -> LoadedRunner:
     """The runner that `config` asks for; takes seconds. Raises ConfigError or UnsupportedModelError."""
     loaded = _load_fake(config) if config.runner == "fake" else _load_torch(config)
+    _log_capacity(loaded.capacity, loaded.layout)
+    return loaded
+
+
+def _log_capacity(capacity: Capacity, layout: KVLayout) -> None:
     log.info(
         "model_loaded",
-        num_blocks=loaded.num_blocks,
-        block_bytes=loaded.layout.block_bytes,
-        max_model_tokens=loaded.max_model_tokens,
+        num_blocks=capacity.num_blocks,
+        block_bytes=layout.block_bytes,
+        kv_bytes=capacity.num_blocks * layout.block_bytes,
+        num_kv_tokens=capacity.num_tokens,
+        num_2k_requests=capacity.num_requests,
+        max_model_tokens=capacity.max_model_tokens,
     )
-    return loaded
 
 
 def _load_torch(config: WorkerConfig) -> LoadedRunner:
@@ -53,8 +61,8 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
     loaded = load_model(Path(config.model), config.dtype, config.block_size, config.exactness)
-    num_blocks = _num_blocks(config, loaded.layout)
-    runner = ModelRunner(loaded.model, loaded.layout, num_blocks)
+    capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
+    runner = ModelRunner(loaded.model, loaded.layout, capacity.num_blocks)
     require_same_as_transformers(runner, loaded.model, loaded.layout)
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
@@ -64,19 +72,20 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
         runner=runner,
         fingerprint=fingerprint,
         layout=loaded.layout,
-        num_blocks=num_blocks,
+        capacity=capacity,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
-        max_model_tokens=min(loaded.max_model_tokens, num_blocks * config.block_size),
     )
 
 
 def _load_fake(config: WorkerConfig) -> LoadedRunner:
     facts = _read_json(Path(config.model) / "config.json")
     layout = fake_layout(config.block_size)
-    num_blocks = config.num_blocks or 4096
+    capacity = _capacity(config, layout, int(facts["max_position_embeddings"]))
     vocab_size, eos = int(facts["vocab_size"]), facts.get("eos_token_id")
-    runner = FakeModelRunner(num_blocks, config.block_size, vocab_size, step_s=config.fake_step_ms / 1e3)
+    runner = FakeModelRunner(
+        capacity.num_blocks, config.block_size, vocab_size, step_s=config.fake_step_ms / 1e3
+    )
     same = ModelFingerprint(
         weights="fake",
         tokenizer="fake",
@@ -91,10 +100,9 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
         runner=runner,
         fingerprint=same,
         layout=layout,
-        num_blocks=num_blocks,
+        capacity=capacity,
         vocab_size=vocab_size,
         eos_token_ids=frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos),
-        max_model_tokens=min(int(facts["max_position_embeddings"]), num_blocks * config.block_size),
     )
 
 
@@ -106,11 +114,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _num_blocks(config: WorkerConfig, layout: KVLayout) -> int:
-    num_blocks = config.num_blocks or (config.kv_cache_mib << 20) // layout.block_bytes
-    # The check against transformers at start takes two sequences of two blocks.
-    if num_blocks < 4:
-        raise ConfigError(
-            f"--kv-cache-mib {config.kv_cache_mib} holds {num_blocks} blocks; 4 at least are needed"
+def _capacity(config: WorkerConfig, layout: KVLayout, own_max_model_tokens: int) -> Capacity:
+    """Asked once the weights are there: what is free then is left for the KV."""
+    capacity = plan_capacity(config, layout, own_max_model_tokens, free_memory_bytes())
+    if not config.max_model_len and capacity.max_model_tokens < own_max_model_tokens:
+        log.warning(
+            "context_lowered",
+            own_max_model_tokens=own_max_model_tokens,
+            max_model_tokens=capacity.max_model_tokens,
+            num_blocks=capacity.num_blocks,
+            num_blocks_needed=layout.num_blocks_for(own_max_model_tokens),
         )
-    return num_blocks
+    return capacity

@@ -28,16 +28,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetInfoResponse:
         """What the worker is."""
         worker, loaded = self._worker, self._worker.loaded
+        capacity = loaded.capacity
         return worker_pb2.GetInfoResponse(
             worker_id=worker.key.worker_id,
             role=self._role,
             boot_epoch=worker.key.boot_epoch,
             fingerprint=fingerprint_to_proto(loaded.fingerprint),
             model_id=worker.model_id,
-            max_model_tokens=loaded.max_model_tokens,
+            max_model_tokens=capacity.max_model_tokens,
             vocab_size=loaded.vocab_size,
-            num_blocks=loaded.num_blocks,
+            num_blocks=capacity.num_blocks,
             block_bytes=loaded.layout.block_bytes,
+            num_kv_tokens=capacity.num_tokens,
+            num_2k_requests=capacity.num_requests,
+            own_max_model_tokens=capacity.own_max_model_tokens,
         )
 
     async def WatchLoad(
@@ -52,6 +56,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 reported, silent_s = load, 0.0
             await asyncio.sleep(_REPORT_EVERY_S)
             silent_s += _REPORT_EVERY_S
+
+    async def GetExpertLoad(
+        self, request: worker_pb2.GetExpertLoadRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.GetExpertLoadResponse:
+        """What each expert of each layer has been given."""
+        layers = [
+            worker_pb2.ExpertLoad(layer=each.layer, num_tokens=each.counts, imbalance=each.imbalance)
+            for each in self._worker.engine.stats.expert_tokens
+        ]
+        return worker_pb2.GetExpertLoadResponse(layers=layers)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: "grpc.aio.ServicerContext[Any, Any]"

@@ -52,10 +52,9 @@ class Worker:
         if self.draining.is_set():
             raise DrainingError(f"{self.key.worker_id} is draining")
         num_tokens = len(spec.prompt_ids) + spec.max_tokens
-        if num_tokens > self.loaded.max_model_tokens:
-            raise InvariantError(
-                f"{num_tokens} tokens are more than this worker's {self.loaded.max_model_tokens}"
-            )
+        limit = self.loaded.capacity.max_model_tokens
+        if num_tokens > limit:
+            raise InvariantError(f"{num_tokens} tokens are more than this worker's {limit}")
         biased_ids = (token_id for token_id, _ in spec.sampling.logit_bias)
         if max((*spec.known_ids, *biased_ids)) >= self.loaded.vocab_size:
             raise InvariantError("a token id is outside of the model's vocabulary")
@@ -125,5 +124,5 @@ def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
         eos_token_ids=loaded.eos_token_ids,
         fingerprint=loaded.fingerprint.digest(),
     )
-    pool = BlockPool(loaded.num_blocks, config.block_size, loaded.layout.groups)
+    pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
     return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory.checksum), loaded.runner)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from paceline.core.errors import UnsupportedModelError
 from paceline.engine.attention import current_attention, paged_attention
 from paceline.engine.conformance.__main__ import main
 from paceline.engine.conformance.architectures import REFUSED, SERVED, WINDOW, build_tiny
+from paceline.engine.conformance.bench import ComparingRunner
 from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE, Row, tiny_names, tiny_subject
 from paceline.engine.conformance.paths import PATHS, PathResult, Subject, make_subject, run_path
 from paceline.engine.conformance.report import as_json, summary, table_line
@@ -148,6 +149,8 @@ def test_the_command_fails_for_a_model_that_is_not_served(
         (Row("good", results=(OK, OK)), 0),
         (Row("far", results=(OK, replace(OK, max_difference=2e-4))), 1),
         (Row("tokens", results=(replace(OK, num_wrong_tokens=1),)), 1),
+        (Row("crashed", results=(replace(OK, crash="ValueError: odd"),)), 1),
+        (Row("lenient", results=(replace(OK, max_difference=2e-4, tolerance=1e-3),)), 0),
         (Row("refused", refusal="because"), 1),
         (Row("rightly", is_to_be_served=False, refusal="because"), 0),
         (Row("served", is_to_be_served=False, results=(OK,)), 1),
@@ -159,6 +162,62 @@ def test_whatever_went_wrong_is_counted_and_shown(row: Row, num_failed: int) -> 
     assert as_json([row], duration_s=1.0)["failed"] == num_failed
     assert ("FAILED" in summary([row])) == bool(num_failed)
     assert any(mark in table_line(row) for mark in ("!", "FAILED")) == bool(num_failed)
+
+
+def test_a_crash_fails_its_cell_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that raises is shown with its reason and counted once; the paths after it run."""
+
+    def crash(_: Subject) -> ComparingRunner:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setitem(cast("dict[str, Any]", PATHS), "chunk 7", crash)
+    assert main(["llama", "gpt2"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("!crash") == 2
+    assert out.count("chunk 7: ValueError: no such thing\n") == 2
+    assert "2 FAILED: 2 architectures, 20 cases" in out
+
+
+def test_a_prompt_of_whole_blocks_is_found_but_for_its_last_token() -> None:
+    """A prompt that ends with a block is a full hit at its last boundary: one token of it is computed again."""
+    model = build_tiny("llama")
+    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE)
+    _require_passed(
+        run_path(make_subject(model, layout, num_prompt_tokens=9 * TINY_BLOCK_SIZE), "prefix hit")
+    )
+
+
+def test_a_user_chooses_the_tolerance_of_their_own_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A tolerance below what rounding gives fails every path, one above passes; the table says which it was."""
+    build_tiny("llama").save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--tolerance", "1e-12"]) == 1
+    assert "10 FAILED" in capsys.readouterr().out
+    assert main(["--model", str(tmp_path), "--tolerance", "0.5"]) == 0
+    assert "(allowed 5e-01)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--tolerance", "1"], "--tolerance is for a model of your own"),
+        (["--prompt-tokens", "9"], "--prompt-tokens is for a model of your own"),
+        (["--model", "m", "--tolerance", "nan"], "must be a number above 0"),
+        (["--model", "m", "--tolerance", "0"], "must be a number above 0"),
+        (["--model", "m", "--prompt-tokens", "-1"], "must be a number above 0"),
+    ],
+)
+def test_an_option_without_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], why: str
+) -> None:
+    """What would be ignored, or could not be, is an error of the command line."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert why in capsys.readouterr().err
 
 
 def test_what_is_no_number_is_as_far_away_as_can_be() -> None:

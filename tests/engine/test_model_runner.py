@@ -5,11 +5,11 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVLayout, min_blocks
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import use_paged_attention
-from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers, side_by_side
+from paceline.engine.model_runner import ModelRunner, require_same_as_transformers, side_by_side
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import BLOCK_SIZE, GREEDY, make_id
 

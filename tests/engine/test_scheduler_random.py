@@ -285,6 +285,19 @@ def test_many_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) 
     History(seed, layers=layers).run(400)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2000, 2004))
+def test_one_long_random_history_keeps_its_books(seed: int) -> None:
+    """5,000 steps of one scheduler with hundreds of sequences, of which many are cancelled; checked after each step."""
+    history = History(seed)
+    history.run(5000)
+    assert len(history.bench.outputs) >= 5000
+    assert len(history.specs) > 300
+    assert sum(history.bench.end(i) is None for i in history.released) > 50
+    assert history.bench.pool.stats().num_evictions > 100
+
+
 def test_recomputed_tokens_stay_a_small_share() -> None:
     """At 1.2 times the load that fits, preemption costs less than a fifth of all computed tokens, and all finish."""
     bench = Bench(num_blocks=30, max_num_seqs=8)

@@ -1,4 +1,4 @@
-"""A service that only says that it serves: `python -m router` and the workers, as far as the launcher sees them."""
+"""A service that says that it serves and what it holds: the router and the workers, as far as the launcher sees them."""
 
 import os
 import signal
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from paceline.v1 import worker_pb2
 
 SERVICES = ("router", "prefill_service", "decode_service")
 
@@ -23,6 +25,26 @@ def install(directory: Path) -> None:
         )
 
 
+def _info(request: bytes, context: object) -> worker_pb2.GetInfoResponse:
+    """Of a worker that holds what its flags say."""
+    return worker_pb2.GetInfoResponse(
+        max_model_tokens=int(_flag("--max-model-len")) or 8192,
+        own_max_model_tokens=8192,
+        num_blocks=int(_flag("--kv-memory").removesuffix("B")) >> 20,
+        block_bytes=1 << 20,
+        num_kv_tokens=10_000,
+        num_2k_requests=4,
+    )
+
+
+def _worker_service() -> grpc.GenericRpcHandler:
+    serialize = worker_pb2.GetInfoResponse.SerializeToString
+    info: grpc.RpcMethodHandler[bytes, worker_pb2.GetInfoResponse] = grpc.unary_unary_rpc_method_handler(
+        _info, response_serializer=serialize
+    )
+    return grpc.method_handlers_generic_handler("paceline.v1.WorkerService", {"GetInfo": info})
+
+
 def main() -> None:
     """Serve until SIGTERM, or misbehave as STAND_IN_<NAME> says: die at start, or ignore SIGTERM."""
     name = _flag("--worker-id") or "router"
@@ -33,6 +55,7 @@ def main() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((_worker_service(),))
     server.add_insecure_port(_flag("--listen"))
     server.start()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)

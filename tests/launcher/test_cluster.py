@@ -17,7 +17,7 @@ from paceline.launcher.supervisor import RestartPolicy
 
 
 def _layout(config: UpConfig) -> Layout:
-    return Layout(config, Path("/m"), Path("/r"), 7)
+    return Layout(config, Path("/m"), Path("/r"), 7, config.kv_bytes_per_worker(free_bytes=4000))
 
 
 def _flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -26,8 +26,9 @@ def _flags(command: tuple[str, ...]) -> dict[str, str]:
 
 
 def test_a_worker_is_told_what_it_needs() -> None:
-    """A worker gets its name, its socket, the model, the table's address and its share of the cores."""
-    command = worker_command(_layout(UpConfig(topology="2P1D", threads=3, dtype="float32")), "prefill-1")
+    """A worker gets its name, socket, model, limits, the table's address, and its share of cores and KV memory."""
+    config = UpConfig(topology="2P1D", threads=3, dtype="float32", kv_memory="30%", max_model_len=99)
+    command = worker_command(_layout(config), "prefill-1")
     assert "prefill_service" in command
     assert _flags(command) == {
         "--listen": "unix:/r/prefill-1.sock",
@@ -37,6 +38,8 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",
+        "--max-model-len": "99",
+        "--kv-memory": "400B",
         "--runner": "torch",
     }
 

@@ -64,3 +64,22 @@ def test_cores_are_shared_out(
     """Without --threads the workers get equal shares of the cores, and at least one each."""
     monkeypatch.setattr(launcher_config, "usable_cores", lambda: cores)
     assert UpConfig(topology=topology, threads=threads).threads_per_worker == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "topology", "expected"),
+    [("2GiB", "1P1D", 1 << 30), ("3000B", "0P1D", 3000), ("50%", "2P3D", 1000), ("1B", "1P1D", 1)],
+)
+def test_kv_memory_is_shared_out(kv_memory: str, topology: str, expected: int) -> None:
+    """The cluster's budget, in bytes or as a share of what is free, is split equally between the workers."""
+    config = UpConfig(topology=topology, kv_memory=kv_memory)
+    assert config.kv_bytes_per_worker(free_bytes=10_000) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "4", "GiB", "4GB", "-1GiB", "0%", "101%", "0B", "1e3MiB", "9" * 400 + "B"]
+)
+def test_memory_without_sense_is_refused(wrong: str) -> None:
+    """What is no amount of memory is refused before anything starts, and the setting is named."""
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        UpConfig(kv_memory=wrong)

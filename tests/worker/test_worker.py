@@ -1,6 +1,7 @@
 """What both tiers share: a worker's facts, load, bounds and end."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from paceline.core.request import SequenceSpec
 from paceline.engine.events import Event, NewTokens
 from paceline.engine.fake import FakeModelRunner
 from paceline.engine.sequence import SequenceRole
+from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
 from paceline.runtime.channels import Channels
 from paceline.v1 import worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
@@ -112,3 +114,25 @@ async def test_a_drain_waits_for_leases(tiny_tokenizer_dir: Path) -> None:
         assert not draining.done()
         worker.leases.release([lease.lease_id])
         await draining
+
+
+class _MixtureRunner(FakeModelRunner):
+    """The fake, which says of every step that it gave three tokens to one expert and one to another."""
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        return replace(super().execute(output), expert_tokens=(ExpertTokens(5, (3, 1)),))
+
+
+async def test_the_load_of_experts_is_told(tiny_tokenizer_dir: Path) -> None:
+    """A worker says what each expert was given since its start; a dense model's worker has nothing to say."""
+    channels = Channels()
+    mixture = _MixtureRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
+    for runner, expected in ((None, []), (mixture, [(5, [6, 2], 1.5)])):
+        async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE, runner=runner) as worker:
+            await require_empty(worker)
+            await require_empty(worker)
+            stub = WorkerServiceStub(channels.get(worker.address))
+            load = await stub.GetExpertLoad(worker_pb2.GetExpertLoadRequest(), timeout=10)
+            told = [(layer.layer, list(layer.num_tokens), layer.imbalance) for layer in load.layers]
+            assert told == expected
+    await channels.aclose()

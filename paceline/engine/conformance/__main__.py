@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -12,18 +13,19 @@ from transformers.utils import logging
 
 from paceline.core.errors import ConfigError
 from paceline.engine.conformance.matrix import Row, model_row, tiny_names, tiny_rows
+from paceline.engine.conformance.paths import TOLERANCE
 from paceline.engine.conformance.report import as_json, summary, table_head, table_line
 
 _DESCRIPTION = """\
 Compares every path through the engine (whole prompts, chunks, mixed batches, prefix hits, preemption, hand-over) with
 the plain forward pass of transformers, in fp32: each logit within 1e-4, each greedy token equal. A cell is the largest
-difference of the path; "!2" behind it says that it failed, with 2 wrong tokens.
+difference of the path; "!2" behind it says that it failed, with 2 wrong tokens; "!crash" has its reason below.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; gives the exit status."""
-    args = _parser().parse_args(argv)
+    args = _parsed(argv)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the same
     if not args.model:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rows(args: argparse.Namespace) -> Iterable[Row]:
     if args.model:
-        return [model_row(args.model, args.prompt_tokens, _say)]
+        return [model_row(args.model, args.prompt_tokens, _say, tolerance=args.tolerance or TOLERANCE)]
     return tiny_rows(args.architectures or tiny_names(), _say)
 
 
@@ -64,6 +66,18 @@ def _say(what: str) -> None:
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
 
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for option in ("prompt_tokens", "tolerance"):
+        value = getattr(args, option)
+        if value is not None and not args.model:
+            parser.error(f"--{option.replace('_', '-')} is for a model of your own: it needs --model")
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{option.replace('_', '-')} must be a number above 0, not {value}")
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "./run conformance", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model of your own instead")
     parser.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="with --model: length of the long prompt"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help=f"with --model: largest difference of a logit that passes (default: {TOLERANCE:g})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     return parser

@@ -1,26 +1,27 @@
 """Runs every path for one model after the other, and keeps what came of it, refusals included."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVLayout, min_blocks
 from paceline.engine.conformance.architectures import REFUSED, SERVED, build_tiny
 from paceline.engine.conformance.paths import (
     MIN_PROMPT_TOKENS,
     NUM_OUTPUT_TOKENS,
     PATHS,
+    TOLERANCE,
     PathResult,
     Subject,
     make_subject,
     run_path,
 )
 from paceline.engine.model_loader import load_model, use_paged_attention
-from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers
+from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
 
 TINY_BLOCK_SIZE = 8  # tokens
 _MODEL_BLOCK_SIZE = 16
@@ -60,9 +61,11 @@ def tiny_rows(names: Iterable[str], say: Say) -> Iterator[Row]:
         yield _row(name, partial(tiny_subject, name), say, is_to_be_served=name in SERVED)
 
 
-def model_row(directory: Path, num_prompt_tokens: int | None, say: Say) -> Row:
+def model_row(
+    directory: Path, num_prompt_tokens: int | None, say: Say, *, tolerance: float = TOLERANCE
+) -> Row:
     """The row of the model in `directory`, in fp32; raises ConfigError when there is none."""
-    return _row(directory.name, partial(_model_subject, directory, num_prompt_tokens), say)
+    return _row(directory.name, partial(_model_subject, directory, num_prompt_tokens, tolerance), say)
 
 
 def tiny_subject(name: str) -> Subject:
@@ -85,11 +88,12 @@ def _row(name: str, subject_of: Callable[[], Subject], say: Say, *, is_to_be_ser
     return Row(name, is_to_be_served, tuple(results), unreached_windows=_unreached_windows(subject))
 
 
-def _model_subject(directory: Path, num_prompt_tokens: int | None) -> Subject:
+def _model_subject(directory: Path, num_prompt_tokens: int | None, tolerance: float) -> Subject:
     loaded = load_model(directory, "float32", _MODEL_BLOCK_SIZE)
     wanted = num_prompt_tokens or _telling_length(loaded.layout)
     longest = loaded.max_model_tokens - NUM_OUTPUT_TOKENS
-    return _checked_subject(loaded.model, loaded.layout, min(wanted, longest))
+    subject = _checked_subject(loaded.model, loaded.layout, min(wanted, longest))
+    return replace(subject, tolerance=tolerance)
 
 
 def _checked_subject(model: PreTrainedModel, layout: KVLayout, num_prompt_tokens: int) -> Subject:

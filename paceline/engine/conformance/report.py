@@ -18,7 +18,10 @@ def table_head() -> str:
 
 
 def table_line(row: Row) -> str:
-    """Each path's largest difference, with `!` and the number of wrong tokens where it failed; or the refusal."""
+    """Each path's largest difference, with `!` and the number of wrong tokens where it failed; or the refusal.
+
+    A path that crashed has its reason in a line of its own.
+    """
     name = f"{row.architecture:<{_NAME_WIDTH}}"
     if row.refusal:
         return f"{name}  {'FAILED' if row.is_to_be_served else 'refused'}: {row.refusal}"
@@ -26,11 +29,14 @@ def table_line(row: Row) -> str:
         return f"{name}  FAILED: it is served, and should be refused"
     seconds = sum(result.duration_s for result in row.results)
     cells = "".join(f"{_cell(result):>{_CELL_WIDTH}}" for result in row.results)
-    notes = "".join(
-        f"\n{'':<{_NAME_WIDTH}}  note: no prompt is longer than the window of {window} tokens (--prompt-tokens)"
-        for window in row.unreached_windows
-    )
-    return f"{name}{cells}{seconds:>9.1f}{notes}"
+    notes = [
+        *(f"{result.path}: {result.crash}" for result in row.results if result.crash),
+        *(
+            f"note: no prompt is longer than the window of {window} tokens (--prompt-tokens)"
+            for window in row.unreached_windows
+        ),
+    ]
+    return "\n".join([f"{name}{cells}{seconds:>9.1f}", *(f"{'':<{_NAME_WIDTH}}  {note}" for note in notes)])
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -39,7 +45,7 @@ def summary(rows: Sequence[Row]) -> str:
     verdict = "all good" if numbers["failed"] == 0 else f"{numbers['failed']} FAILED"
     return (
         f"{verdict}: {numbers['architectures']} architectures, {numbers['cases']} cases, "
-        f"largest difference {numbers['max_difference']:.1e} (allowed {TOLERANCE:.0e}); "
+        f"largest difference {numbers['max_difference']:.1e} (allowed {numbers['tolerance']:.0e}); "
         f"{numbers['refused']} refused as they should be"
     )
 
@@ -53,7 +59,7 @@ def as_json(rows: Sequence[Row], *, duration_s: float) -> dict[str, Any]:
         "failed": sum(row.num_failed for row in rows),
         "refused": sum(bool(row.refusal) and not row.is_to_be_served for row in rows),
         "max_difference": max((result.max_difference for _, result in results), default=0.0),
-        "tolerance": TOLERANCE,
+        "tolerance": max((result.tolerance for _, result in results), default=TOLERANCE),
         "duration_s": duration_s,
         "results": [{"architecture": name, **asdict(result)} for name, result in results],
         "refusals": {row.architecture: row.refusal for row in rows if row.refusal},
@@ -61,6 +67,8 @@ def as_json(rows: Sequence[Row], *, duration_s: float) -> dict[str, Any]:
 
 
 def _cell(result: PathResult) -> str:
+    if result.crash:
+        return "!crash"
     if result.passed:
         return f"{result.max_difference:.1e}"
     return f"{result.max_difference:.1e}!{result.num_wrong_tokens}"

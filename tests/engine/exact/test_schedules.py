@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 from benchmarks.schedules import Counts, Witness, run_schedule
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVLayout, min_blocks
 from paceline.engine.conformance.architectures import SERVED, build_tiny
 from paceline.engine.exact.model import make_exact, require_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.model_loader import load_model, use_paged_attention
-from paceline.engine.model_runner import ModelRunner, min_blocks, require_same_as_transformers
+from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 # Plain; key biases; windows and soft caps; windows; sinks and experts; experts; Conv1D-like biases, one key head.

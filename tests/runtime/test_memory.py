@@ -1,0 +1,59 @@
+"""Amounts of memory: read, shown, and found free."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.runtime.memory import MemorySize, free_memory_bytes, shown_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4GiB", 4 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5KiB", 1536),
+        (" 7B ", 7),
+        ("2TiB", 2 << 40),
+        ("40%", 400),
+        ("12.5%", 125),
+        ("100%", 1000),
+    ],
+)
+def test_an_amount_is_bytes_or_a_share(text: str, expected: int) -> None:
+    """Bytes do not depend on what is free; a share is of nothing else."""
+    assert MemorySize.parse(text, "--size").of(free_bytes=1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (368_640, "360 KiB"), (3 << 29, "1.5 GiB")],
+)
+def test_bytes_are_shown_in_a_unit_that_fits(num_bytes: int, expected: str) -> None:
+    """The largest unit of which there is at least one."""
+    assert shown_bytes(num_bytes) == expected
+
+
+def _group(directory: Path, limit: str, used: int, inactive_file: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n", encoding="utf-8")
+    (directory / "memory.current").write_text(f"{used}\n", encoding="utf-8")
+    (directory / "memory.stat").write_text(f"anon 1\ninactive_file {inactive_file}\n", encoding="utf-8")
+    return directory
+
+
+def test_every_limit_of_a_control_group_counts(tmp_path: Path) -> None:
+    """What is free is the least that any group on the way up leaves; a group without a limit leaves all."""
+    assert free_memory_bytes(_group(tmp_path / "a", "max", 10**15, 0)) > 10**6
+    inner = _group(tmp_path / "a" / "b", "1000", 700, inactive_file=200)
+    assert free_memory_bytes(inner) == 500
+    _group(tmp_path / "a", "800", 600, inactive_file=0)
+    assert free_memory_bytes(inner) == 200
+    _group(tmp_path / "a", "800", 900, inactive_file=0)
+    assert free_memory_bytes(inner) == 0
+
+
+def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
+    """A place that is no group limits nothing."""
+    assert 0 < free_memory_bytes(tmp_path / "none") <= psutil.virtual_memory().total
