@@ -140,7 +140,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
 def _attend_sequence(
     cache: KVCache, layer: int, query: Tensor, part: QueryRange, rules: AttentionRules
 ) -> Tensor:
-    keys, values = cache.gather(layer, part.block_table, part.context)
+    keys, values = cache.gather(layer, part.block_table, part.context, query.dtype)
     mine = query[:, part.first : part.last]
     out = attend(mine, keys.transpose(0, 1), values.transpose(0, 1), rules)
     return out.transpose(0, 1)

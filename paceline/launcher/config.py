@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL
 from paceline.runtime.config import option
 
@@ -49,6 +50,7 @@ _DECIDED_HERE = frozenset(
         "worker_id",
         "model",
         "dtype",
+        "kv_dtype",
         "exactness",
         "runner",
         "threads",
@@ -89,6 +91,9 @@ class UpConfig:
     topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
     model: str = option(DEFAULT_MODEL.name, "the default's name, a Hugging Face directory, or a hub id")
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
+    kv_dtype: str = option(
+        "auto", "what the KV cache keeps; auto: as the workers compute", choices=("auto", *KV_TYPES)
+    )
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
     )
@@ -112,6 +117,8 @@ class UpConfig:
         topology = self.shape
         if self.disaggregate == "always" and topology.num_prefill == 0:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
+        if self.runner == "fake" and self.kv_dtype != "auto":
+            raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
         if self.threads < 0:

@@ -16,6 +16,8 @@ from paceline.worker.config import WorkerConfig
 
 log = get_logger()
 
+_MIN_BLOCKS = 4  # the checks at start take two sequences of two blocks
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
@@ -52,10 +54,14 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
 
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    loaded = load_model(Path(config.model), config.dtype, config.block_size, config.exactness)
+    loaded = load_model(
+        Path(config.model), config.dtype, config.block_size, config.exactness, config.kv_dtype
+    )
+    # With a cache that rounds nothing: it is the model that is checked.
+    plain = replace(loaded.layout, dtype=config.dtype)
+    require_same_as_transformers(ModelRunner(loaded.model, plain, _MIN_BLOCKS), loaded.model, plain)
     num_blocks = _num_blocks(config, loaded.layout)
     runner = ModelRunner(loaded.model, loaded.layout, num_blocks)
-    require_same_as_transformers(runner, loaded.model, loaded.layout)
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
@@ -108,9 +114,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _num_blocks(config: WorkerConfig, layout: KVLayout) -> int:
     num_blocks = config.num_blocks or (config.kv_cache_mib << 20) // layout.block_bytes
-    # The check against transformers at start takes two sequences of two blocks.
-    if num_blocks < 4:
+    if num_blocks < _MIN_BLOCKS:
         raise ConfigError(
-            f"--kv-cache-mib {config.kv_cache_mib} holds {num_blocks} blocks; 4 at least are needed"
+            f"--kv-cache-mib {config.kv_cache_mib} holds {num_blocks} blocks; {_MIN_BLOCKS} at least are needed"
         )
     return num_blocks

@@ -27,13 +27,16 @@ def _flags(command: tuple[str, ...]) -> dict[str, str]:
 
 def test_a_worker_is_told_what_it_needs() -> None:
     """A worker gets its name, its socket, the model, the table's address and its share of the cores."""
-    command = worker_command(_layout(UpConfig(topology="2P1D", threads=3, dtype="float32")), "prefill-1")
+    command = worker_command(
+        _layout(UpConfig(topology="2P1D", threads=3, dtype="float32", kv_dtype="int8")), "prefill-1"
+    )
     assert "prefill_service" in command
     assert _flags(command) == {
         "--listen": "unix:/r/prefill-1.sock",
         "--worker-id": "prefill-1",
         "--model": "/m",
         "--dtype": "float32",
+        "--kv-dtype": "int8",
         "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",
