@@ -1,29 +1,25 @@
 """With keys and values in few bits every path through the engine still gives the same tokens."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.schedules import Counts, Witness, run_schedule
 from paceline.core.errors import ConfigError, FingerprintMismatchError
-from paceline.core.kv_layout import KV_TYPES, BlockId, KVLayout
+from paceline.core.kv_layout import KV_TYPES
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE
 from paceline.engine.conformance.paths import MIN_PROMPT_TOKENS, NUM_OUTPUT_TOKENS, PATHS, Subject, run_path
-from paceline.engine.conformance.reference import Reference, random_prompt
+from paceline.engine.conformance.reference import random_prompt
 from paceline.engine.exact.model import make_exact, require_exact
-from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.model_loader import load_model, use_paged_attention
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from paceline.launcher.config import UpConfig
 from paceline.worker.config import WorkerConfig
-from tests.factories import GREEDY, make_id
+from tests.engine.whole import whole_reference
 
 QUANTISED = ("fp8", "int8", "int4")
 # Plain; windows and soft caps; keys and values of other sizes; sinks and experts; shared keys and values.
@@ -36,37 +32,22 @@ FEW_STEPS = {"fp8": 0.05, "int8": 0.02, "int4": 0.2}
 def _subject(name: str, kv_dtype: str) -> Subject:
     """A tiny model whose reference is itself: each prompt computed whole, with the same type of KV."""
     model = build_tiny(name)
-    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE)
-    layout = KVLayout(layout.layers, layout.block_size, kv_dtype)
+    layout = use_paged_attention(model, kv_dtype, TINY_BLOCK_SIZE)
     runner = ModelRunner(model, layout, num_blocks=16)
     lengths = (MIN_PROMPT_TOKENS, 2 * TINY_BLOCK_SIZE - 1, 2 * TINY_BLOCK_SIZE - 1)
     vocab_size = model.config.get_text_config().vocab_size
     long, *short = (
-        _whole(runner, layout, random_prompt(vocab_size, length, seed)) for seed, length in enumerate(lengths)
+        whole_reference(runner, layout, random_prompt(vocab_size, length, seed), NUM_OUTPUT_TOKENS)
+        for seed, length in enumerate(lengths)
     )
     return Subject(model, layout, long, (short[0], short[1]))
 
 
-@torch.inference_mode()
-def _whole(runner: ModelRunner, layout: KVLayout, prompt: tuple[int, ...]) -> Reference:
-    """Greedy, every token from a whole forward pass of its own, and the last pass's logits."""
-    token_ids = prompt
-    for _ in range(NUM_OUTPUT_TOKENS - 1):
-        token_ids = (*token_ids, int(_logits(runner, layout, token_ids)[-1].argmax()))
-    logits = _logits(runner, layout, token_ids)
-    return Reference(prompt, (*token_ids[len(prompt) :], int(logits[-1].argmax())), logits)
-
-
-def _logits(runner: ModelRunner, layout: KVLayout, token_ids: tuple[int, ...]) -> Tensor:
-    table = tuple(map(BlockId, range(layout.num_blocks_for(len(token_ids)))))
-    item = ScheduledSequence(make_id(), token_ids, 0, table, SampleTask(GREEDY, len(token_ids)))
-    batch = build_forward_batch(SchedulerOutput((item,), ()), layout.block_size)
-    return runner.forward(replace(batch, sample_rows=torch.arange(len(token_ids))))
-
-
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kv_dtype", QUANTISED)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [(name, "int8") for name in KINDS] + [("llama", "fp8"), ("gemma2", "int4")],
+)
 def test_every_path_gives_the_tokens_of_the_whole_prompt(name: str, kv_dtype: str, path: str) -> None:
     """Chunks, batches, prefix hits, preemption, hand-over: no greedy token differs, no logit by more than a few steps."""
     subject = _subject(name, kv_dtype)
@@ -76,9 +57,20 @@ def test_every_path_gives_the_tokens_of_the_whole_prompt(name: str, kv_dtype: st
     assert result.max_difference <= FEW_STEPS[kv_dtype] * float(subject.long.logits.std())
 
 
-@pytest.mark.parametrize("kv_dtype", QUANTISED)
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_dtype"),
+    [
+        ("llama", "float32", "int8"),
+        ("llama", "bfloat16", "fp8"),
+        ("gemma2", "float32", "int4"),
+        *(
+            pytest.param(name, dtype, kv_dtype, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+            for name in ("llama", "gemma2", "gpt_oss")
+            for dtype in TORCH_DTYPES
+            for kv_dtype in QUANTISED
+        ),
+    ],
+)
 def test_exact_mode_stays_exact(name: str, dtype: str, kv_dtype: str) -> None:
     """A scale depends on one token alone: random schedules do not change a bit of logits or blocks, at any threads."""
     model = torch.nn.Module.to(build_tiny(name), TORCH_DTYPES[dtype])
