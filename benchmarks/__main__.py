@@ -5,7 +5,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-BENCHMARKS = {"exactness": "exact mode: bits over random schedules, and its cost beside fast mode"}
+BENCHMARKS = {
+    "exactness": "exact mode: bits over random schedules, and its cost beside fast mode",
+    "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,21 +1,41 @@
 """What one KV block looks like in memory, and which layers share it: plain numbers, no tensors.
 
 Layers that see the same tokens form a KV group. A block belongs to one group and is one contiguous run: for each layer
-of the group its keys `[block_size, num_kv_heads, key_dim]`, then its values `[block_size, num_kv_heads, value_dim]`;
-nothing for a layer that reads another one's. So a block moves between workers without packing. Blocks of all groups
-have the same number of bytes, and any block can serve any group.
+of the group its keys `[block_size, num_kv_heads, key_dim]`, then its values `[block_size, num_kv_heads, value_dim]`, then,
+for a quantised type, the scales of its keys and those of its values, each `[block_size, num_kv_heads]`; nothing for a layer
+that reads another one's. So a block moves between workers without packing. Blocks of all groups have the same number
+of bytes, and any block can serve any group.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+@dataclass(frozen=True, slots=True)
+class KVType:
+    """How keys and values are stored. A quantised vector, one for each token and head, has a scale of its own."""
+
+    item_bits: int
+    scale_bytes: int = 0  # 0: not quantised
+
+    def vector_bytes(self, dim: int) -> int:
+        """Bytes of a vector of `dim` elements without its scale, filled up so that no scale lies askew in memory."""
+        num_bytes, unit = -(-dim * self.item_bits // 8), max(1, self.scale_bytes)
+        return -(-num_bytes // unit) * unit
+
+
+KV_TYPES = {
+    "float32": KVType(32),
+    "bfloat16": KVType(16),
+    "fp8": KVType(8, scale_bytes=2),
+    "int8": KVType(8, scale_bytes=2),
+    "int4": KVType(4, scale_bytes=2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +49,6 @@ class LayerKV:
     shared_with: int | None = None  # the earlier layer whose keys and values this one reads; it stores none
     # It stores what keys and values are expanded from: as the key the compressed pair, as the value the rotary part.
     is_latent: bool = False
-
-    @property
-    def key_items(self) -> int:
-        """Elements of the keys that the layer stores for one token."""
-        return 0 if self.shared_with is not None else self.num_kv_heads * self.key_dim
-
-    @property
-    def value_items(self) -> int:
-        """Elements of the values that the layer stores for one token."""
-        return 0 if self.shared_with is not None else self.num_kv_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of a block: all layers, tokens a block, element type."""
+    """Geometry of a block: all layers, tokens a block, and which of KV_TYPES its elements are."""
 
     layers: tuple[LayerKV, ...]
     block_size: int
@@ -64,21 +74,28 @@ class KVLayout:
     @property
     def groups(self) -> tuple[KVGroup, ...]:
         """The KV groups; one, unless the layers have different windows."""
-        return _make_groups(self.layers)
+        return _make_groups(self.layers, tuple(self.layer_bytes(layer) for layer in self.layers))
 
     @property
-    def block_items(self) -> int:
-        """Elements of a block: those of the largest group. The rest of a smaller one's blocks is unused."""
-        return self.block_size * max(_items_of(self.layers, group.layers) for group in self.groups)
+    def kv_type(self) -> KVType:
+        """How its keys and values are stored."""
+        return KV_TYPES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.block_items * ITEM_BYTES[self.dtype]
+        """Bytes of a block: those of the largest group. The rest of a smaller one's blocks is unused."""
+        return max(self.used_bytes(group) for group in range(len(self.groups)))
+
+    def layer_bytes(self, layer: LayerKV) -> int:
+        """Bytes that the layer takes in a block."""
+        if layer.shared_with is not None:
+            return 0
+        vectors = self.kv_type.vector_bytes(layer.key_dim) + self.kv_type.vector_bytes(layer.value_dim)
+        return self.block_size * layer.num_kv_heads * (vectors + 2 * self.kv_type.scale_bytes)
 
     def used_bytes(self, group: int) -> int:
         """Bytes of a block that a group uses; what comes after them means nothing."""
-        return self.block_size * _items_of(self.layers, self.groups[group].layers) * ITEM_BYTES[self.dtype]
+        return sum(self.layer_bytes(self.layers[index]) for index in self.groups[group].layers)
 
     def num_blocks_for(self, num_tokens: int, max_step_tokens: int | None = None) -> int:
         """Blocks, of all groups, that a sequence of `num_tokens` tokens holds at most.
@@ -94,8 +111,8 @@ class KVLayout:
         )
 
     def digest(self) -> str:
-        """Names the layout; equal layouts have equal digests."""
-        return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()
+        """Names the layout; equal layouts have equal digests. The type stands before it, for whoever reads of a mismatch."""
+        return f"{self.dtype}:{hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()}"
 
 
 def min_blocks(layout: KVLayout) -> int:
@@ -109,19 +126,19 @@ def max_live_blocks(window: int, num_tokens: int, block_size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _make_groups(layers: tuple[LayerKV, ...]) -> tuple[KVGroup, ...]:
+def _make_groups(layers: tuple[LayerKV, ...], sizes: tuple[int, ...]) -> tuple[KVGroup, ...]:
     """The fewest groups that leave at most a tenth of their blocks unused; those with the widest view first.
 
-    Blocks of all groups are equally large, so layers of one window may have to be several groups: fifteen layers with a
-    window and three without it become three groups of five, and one of three.
+    `sizes` are the bytes of each layer. Blocks of all groups are equally large, so layers of one window may have to be several
+    groups: fifteen layers with a window and three without it become three groups of five, and one of three.
     """
     by_window = _by_window(layers)
     if len(by_window) == 1:
         return (KVGroup(next(iter(by_window)), tuple(range(len(layers)))),)
-    sizes = range(max(len(kin) for kin in by_window.values()), 0, -1)
-    candidates = [_cut(by_window, size) for size in sizes]
-    good = [groups for groups in candidates if _unused_share(layers, groups) <= 0.1]
-    return min(good, key=len) if good else min(candidates, key=lambda groups: _unused_share(layers, groups))
+    most = range(max(len(kin) for kin in by_window.values()), 0, -1)
+    candidates = [_cut(by_window, num_layers) for num_layers in most]
+    good = [groups for groups in candidates if _unused_share(sizes, groups) <= 0.1]
+    return min(good, key=len) if good else min(candidates, key=lambda groups: _unused_share(sizes, groups))
 
 
 def _by_window(layers: tuple[LayerKV, ...]) -> dict[int | None, list[list[int]]]:
@@ -138,20 +155,19 @@ def _by_window(layers: tuple[LayerKV, ...]) -> dict[int | None, list[list[int]]]
     return dict(by_window)
 
 
-def _cut(by_window: dict[int | None, list[list[int]]], size: int) -> tuple[KVGroup, ...]:
-    """Groups of at most `size` layers that store."""
+def _cut(by_window: dict[int | None, list[list[int]]], num_layers: int) -> tuple[KVGroup, ...]:
+    """Groups of at most so many layers that store."""
     groups = [
-        KVGroup(window, tuple(sorted(index for family in families[first : first + size] for index in family)))
+        KVGroup(
+            window,
+            tuple(sorted(index for family in families[first : first + num_layers] for index in family)),
+        )
         for window, families in by_window.items()
-        for first in range(0, len(families), size)
+        for first in range(0, len(families), num_layers)
     ]
     return tuple(sorted(groups, key=lambda group: (group.window is not None, -(group.window or 0))))
 
 
-def _items_of(layers: tuple[LayerKV, ...], indexes: Sequence[int]) -> int:
-    return sum(layers[index].key_items + layers[index].value_items for index in indexes)
-
-
-def _unused_share(layers: tuple[LayerKV, ...], groups: tuple[KVGroup, ...]) -> float:
-    sizes = [_items_of(layers, group.layers) for group in groups]
-    return 1 - sum(sizes) / (len(sizes) * max(sizes))
+def _unused_share(sizes: tuple[int, ...], groups: tuple[KVGroup, ...]) -> float:
+    used = [sum(sizes[index] for index in group.layers) for group in groups]
+    return 1 - sum(used) / (len(used) * max(used))

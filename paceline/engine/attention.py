@@ -71,7 +71,7 @@ def paged_attention(
     if context.cache.layout.layers[layer].is_latent:
         contexts = _split_contexts(context.cache, layer, queries, key[0], value[0])
     else:
-        contexts = [_gather_context(context.cache, layer, part) for part in queries]
+        contexts = [_gather_context(context.cache, layer, part, query.dtype) for part in queries]
     parts = [
         attend(query[0, :, part.first : part.last], keys, values, rules)
         for part, (keys, values) in zip(queries, contexts, strict=True)
@@ -154,10 +154,12 @@ def sees_from(cache: KVCache, layer: int, part: QueryRange) -> int:
     return group.first_visible(part.context - (part.last - part.first))
 
 
-def _gather_context(cache: KVCache, layer: int, part: QueryRange) -> tuple[Tensor, Tensor]:
-    """What the part's tokens attend to, each [num_kv_heads, tokens, dim]."""
+def _gather_context(
+    cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What the part's tokens attend to, each [num_kv_heads, tokens, dim], as `dtype`."""
     table = part.block_tables[cache.group_of[layer]]
-    keys, values = cache.gather(layer, table, sees_from(cache, layer, part), part.context)
+    keys, values = cache.gather(layer, table, sees_from(cache, layer, part), part.context, dtype)
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 

@@ -4,7 +4,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.engine.kv_quant import SCALE_DTYPE, dequantise, quantise
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -12,21 +13,26 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class KVCache:
     """`num_blocks` blocks of `layout`. Block-major, so that a block is one run of bytes over the layers of its group.
 
-        block 0: | layer 0 keys | layer 0 values | layer 1 keys | ... |   block 1: | layer 0 keys | ...
+        block 0: | layer 0 keys | layer 0 values | its scales | layer 1 keys | ... |   block 1: | layer 0 keys | ...
 
-    Which group a block belongs to is for the block tables to know. `group_of[layer]` is the layer's, `keys[layer]` a view `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. A layer that
-    shares the keys and values of another one has the other one's views.
+    Which group a block belongs to is for the block tables to know; `group_of[layer]` is the layer's. `keys[layer]` is a view
+    `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. Of a quantised type they are bytes, and
+    `key_scales[layer]` and `value_scales[layer]`, `[num_blocks, block_size, num_kv_heads, 1]`, give them their size. A layer
+    that shares the keys and values of another one has the other one's views.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.block_bytes = layout.block_bytes
         # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
-        pool = torch.empty(num_blocks, layout.block_items, dtype=TORCH_DTYPES[layout.dtype])
-        self._bytes = memoryview(pool.view(torch.uint8).view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        pool = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8)
+        self._bytes = memoryview(pool.view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self._is_quantised = layout.kv_type.scale_bytes > 0
         self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         self._make_views(pool)
 
     def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -36,18 +42,38 @@ class KVCache:
         """
         if self.layout.layers[layer].shared_with is not None:
             return
-        blocks, offsets = slots // self.layout.block_size, slots % self.layout.block_size
-        self.keys[layer][blocks, offsets] = keys
-        self.values[layer][blocks, offsets] = values
+        at = slots // self.layout.block_size, slots % self.layout.block_size
+        if self._is_quantised:
+            self.keys[layer][at], self.key_scales[layer][at] = quantise(keys, self.layout.dtype)
+            self.values[layer][at], self.value_scales[layer][at] = quantise(values, self.layout.dtype)
+        else:
+            self.keys[layer][at] = keys.to(self.keys[layer].dtype)
+            self.values[layer][at] = values.to(self.values[layer].dtype)
 
-    def gather(self, layer: int, block_table: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """A sequence's keys and values at positions [first, last), each [last - first, num_kv_heads, dim]."""
+    def gather(
+        self, layer: int, block_table: Tensor, first: int, last: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A sequence's keys and values at positions [first, last), each [last - first, num_kv_heads, dim], as `dtype`."""
         size = self.layout.block_size
-        blocks = block_table[first // size : -(-last // size)]
         start = first - first // size * size
-        keys = self.keys[layer][blocks].flatten(0, 1)
-        values = self.values[layer][blocks].flatten(0, 1)
-        return keys[start : start + last - first], values[start : start + last - first]
+        blocks = self.gather_blocks(layer, block_table[first // size : -(-last // size)], dtype)
+        keys, values = (found.flatten(0, 1)[start : start + last - first].to(dtype) for found in blocks)
+        return keys, values
+
+    def gather_blocks(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks, each [*blocks.shape, block_size, num_kv_heads, dim].
+
+        As they are stored, or, of a quantised type, as `dtype`.
+        """
+        keys, values = self.keys[layer][blocks], self.values[layer][blocks]
+        if not self._is_quantised:
+            return keys, values
+        sizes, kv_dtype = self.layout.layers[layer], self.layout.dtype
+        key_scales, value_scales = self.key_scales[layer][blocks], self.value_scales[layer][blocks]
+        return (
+            dequantise(keys, key_scales, sizes.key_dim, kv_dtype, dtype),
+            dequantise(values, value_scales, sizes.value_dim, kv_dtype, dtype),
+        )
 
     def read(self, block_id: BlockId) -> memoryview:
         """The block's bytes, valid while the block is held."""
@@ -68,11 +94,25 @@ class KVCache:
         starts = [0] * len(self.layout.groups)
         for index, layer in enumerate(self.layout.layers):
             group = self.group_of[index]
-            for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
+            for views, vector_bytes, dtype in self._runs_of(layer):
                 if layer.shared_with is not None:
                     views.append(views[layer.shared_with])
                     continue
-                num_items = self.layout.block_size * layer.num_kv_heads * dim
-                run = pool[:, starts[group] : starts[group] + num_items]
-                views.append(run.view(-1, self.layout.block_size, layer.num_kv_heads, dim))
-                starts[group] += num_items
+                shape = (len(pool), self.layout.block_size, layer.num_kv_heads, vector_bytes)
+                end = starts[group] + self.layout.block_size * layer.num_kv_heads * vector_bytes
+                views.append(pool[:, starts[group] : end].view(shape).view(dtype))
+                starts[group] = end
+
+    def _runs_of(self, layer: LayerKV) -> list[tuple[list[Tensor], int, torch.dtype]]:
+        """What a block holds of a layer, in order: whose views, bytes a vector, and type."""
+        kv_type = self.layout.kv_type
+        element = TORCH_DTYPES.get(self.layout.dtype, torch.uint8)
+        runs = [
+            (self.keys, kv_type.vector_bytes(layer.key_dim), element),
+            (self.values, kv_type.vector_bytes(layer.value_dim), element),
+        ]
+        if self._is_quantised:
+            runs += [
+                (scales, kv_type.scale_bytes, SCALE_DTYPE) for scales in (self.key_scales, self.value_scales)
+            ]
+        return runs

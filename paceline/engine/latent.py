@@ -36,7 +36,13 @@ class LatentCache(Cache):
         slots = batch.slot_mappings[group]
         cache.write_tokens(layer_idx, slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         found = [
-            cache.gather(layer_idx, part.block_tables[group], sees_from(cache, layer_idx, part), part.context)
+            cache.gather(
+                layer_idx,
+                part.block_tables[group],
+                sees_from(cache, layer_idx, part),
+                part.context,
+                key_states.dtype,
+            )
             for part in batch.queries
         ]
         latents, rotary = (

@@ -34,20 +34,22 @@ class LoadedModel:
     max_model_tokens: int
 
 
-def load_model(directory: Path, dtype: str, block_size: int, exactness: str = "fast") -> LoadedModel:
+def load_model(
+    directory: Path, dtype: str, block_size: int, exactness: str = "fast", kv_dtype: str = "auto"
+) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
-    Safetensors only, and no code out of the directory.
+    Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights.
     """
     model = _from_pretrained(directory, dtype)
-    layout = use_paged_attention(model, dtype, block_size)
+    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size)
     eos_token_ids = _eos_token_ids(directory, model)
     if exactness == "exact":
         make_exact(model)
     return LoadedModel(
         model=model,
         layout=layout,
-        fingerprint=fingerprint_of(directory, layout, eos_token_ids, exactness),
+        fingerprint=fingerprint_of(directory, dtype, layout, eos_token_ids, exactness),
         eos_token_ids=eos_token_ids,
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
@@ -55,10 +57,10 @@ def load_model(directory: Path, dtype: str, block_size: int, exactness: str = "f
 
 
 def use_paged_attention(
-    model: PreTrainedModel, dtype: str, block_size: int, mla: str = "expanded"
+    model: PreTrainedModel, kv_dtype: str, block_size: int, mla: str = "expanded"
 ) -> KVLayout:
     """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError."""
-    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla), block_size, dtype)
+    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla), block_size, kv_dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     return layout
 
@@ -79,7 +81,7 @@ def max_tokens_of(model: PreTrainedModel) -> int:
 
 
 def fingerprint_of(
-    directory: Path, layout: KVLayout, eos_token_ids: frozenset[int], exactness: str
+    directory: Path, dtype: str, layout: KVLayout, eos_token_ids: frozenset[int], exactness: str
 ) -> ModelFingerprint:
     """Digests of the directory's files by content."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -90,7 +92,7 @@ def fingerprint_of(
         tokenizer=_digest_files(directory / name for name in _TOKENIZER_FILES),
         chat_template=_digest_files(directory / name for name in _TEMPLATE_FILES),
         config=xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode()),
-        dtype=layout.dtype,
+        dtype=dtype,
         block_size=layout.block_size,
         kv_layout=layout.digest(),
         arithmetic=exactness,

@@ -20,7 +20,8 @@ from paceline.engine.sampler import sample
 from paceline.engine.scoring import score
 from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 
-# How far (relative L2) our logits may lie from transformers' own before a model is refused at start.
+# How far (relative L2) our logits may lie from transformers' own before a model is refused at start, by the type of the
+# weights. An 8-bit cache would need ten times as much, which could hide a mistake: the check is made without one.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 

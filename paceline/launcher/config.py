@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize
@@ -50,6 +51,7 @@ _DECIDED_HERE = frozenset(
         "worker_id",
         "model",
         "dtype",
+        "kv_dtype",
         "exactness",
         "max_model_len",
         "kv_memory",
@@ -94,6 +96,9 @@ class UpConfig:
         DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
     )
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
+    kv_dtype: str = option(
+        "auto", "what the KV cache keeps; auto: as the workers compute", choices=("auto", *KV_TYPES)
+    )
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
     )
@@ -122,6 +127,8 @@ class UpConfig:
         topology = self.shape
         if self.disaggregate == "always" and topology.num_prefill == 0:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
+        if self.runner == "fake" and self.kv_dtype != "auto":
+            raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
         if self.max_model_len < 0:

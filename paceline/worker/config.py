@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KV_TYPES
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize
 
@@ -15,7 +16,10 @@ class WorkerConfig:
     advertise: str = option("", "address at which other workers reach this one; empty: the listen address")
     worker_id: str = option("", "name of this worker, unique in the cluster; empty: made from the process id")
     model: str = option("", "directory of the model, in Hugging Face form")
-    dtype: str = option("bfloat16", "type of weights and KV cache", choices=("float32", "bfloat16"))
+    dtype: str = option("bfloat16", "type of the weights", choices=("float32", "bfloat16"))
+    kv_dtype: str = option(
+        "auto", "type of the KV cache; auto: that of the weights", choices=("auto", *KV_TYPES)
+    )
     exactness: str = option(
         "fast",
         "exact: the same request gives the same bits on every path",
@@ -48,5 +52,7 @@ class WorkerConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative; 0: not set")
         MemorySize.parse(self.kv_memory, "--kv-memory")
+        if self.runner == "fake" and self.kv_dtype != "auto":
+            raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVLayout, min_blocks
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.log import get_logger
@@ -60,10 +60,14 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
 
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    loaded = load_model(Path(config.model), config.dtype, config.block_size, config.exactness)
+    loaded = load_model(
+        Path(config.model), config.dtype, config.block_size, config.exactness, config.kv_dtype
+    )
+    # With a cache that rounds nothing: it is the model that is checked.
+    plain = replace(loaded.layout, dtype=config.dtype)
+    require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
     runner = ModelRunner(loaded.model, loaded.layout, capacity.num_blocks)
-    require_same_as_transformers(runner, loaded.model, loaded.layout)
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))

@@ -6,6 +6,7 @@ import xxhash
 
 from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
 from paceline.engine.kv_cache import KVCache
+from paceline.engine.kv_quant import dequantise, quantise
 from tests.factories import make_layout
 
 LAYOUT = KVLayout((LayerKV(2, 8, 4), LayerKV(1, 6, 6)), block_size=4, dtype="float32")
@@ -90,7 +91,7 @@ def test_tokens_are_stored_in_their_slots_and_gathered_in_order() -> None:
     untouched = cache.keys[0][1].clone()
     cache.write_tokens(0, slots, keys, values)
     for first in (0, 3, 4, 5):
-        found_keys, found_values = cache.gather(0, torch.tensor(table), first, 6)
+        found_keys, found_values = cache.gather(0, torch.tensor(table), first, 6, torch.float32)
         assert torch.equal(found_keys, keys[first:])
         assert torch.equal(found_values, values[first:])
     assert torch.equal(cache.keys[0][1], untouched)
@@ -106,3 +107,50 @@ def test_a_layer_that_shares_reads_what_the_other_has_written() -> None:
     assert torch.equal(cache.keys[2][1, 1:3], keys)
     assert torch.equal(cache.values[2][1, 1:3], values)
     assert cache.block_bytes == KVCache(LAYOUT, 1).block_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+def test_a_quantised_block_holds_elements_and_scales_layer_by_layer(kv_dtype: str) -> None:
+    """Keys, values, the keys' scales, the values' scales: one run of bytes, whatever the sizes of the heads."""
+    layout = KVLayout((LayerKV(2, 7, 4), LayerKV(1, 6, 5)), block_size=3, dtype=kv_dtype)
+    cache = KVCache(layout, 3)
+    runs = [
+        views[layer]
+        for layer in range(2)
+        for views in (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    ]
+    for number, run in enumerate(runs):
+        run.fill_(number + 1)
+    parts = [run[1].contiguous().view(torch.uint8).numpy().tobytes() for run in runs]
+    assert bytes(cache.read(BlockId(1))) == b"".join(parts)
+    assert len(b"".join(parts)) == cache.block_bytes == layout.block_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+def test_a_quantised_token_comes_back_as_its_vectors_do(kv_dtype: str, dtype: torch.dtype) -> None:
+    """What is gathered is what quantising and back makes of each vector, also after the bytes have moved."""
+    layout = KVLayout((LayerKV(2, 8, 4), LayerKV(2, 8, 4, shared_with=0)), 4, kv_dtype)
+    source, target = KVCache(layout, 3), KVCache(layout, 2)
+    keys, values = torch.randn(6, 2, 8).to(dtype), torch.randn(6, 2, 4).to(dtype)
+    slots = torch.tensor([8, 9, 10, 11, 0, 1])  # block 2, then block 0
+    source.write_tokens(0, slots, keys, values)
+    for theirs, ours in ((2, 0), (0, 1)):
+        target.write(BlockId(ours), 0, bytes(source.read(BlockId(theirs))))
+    expected = [
+        dequantise(*quantise(each, kv_dtype), each.shape[-1], kv_dtype, dtype) for each in (keys, values)
+    ]
+    for cache, table in ((source, [2, 0]), (target, [0, 1])):
+        for layer in (0, 1):
+            found = cache.gather(layer, torch.tensor(table), 0, 6, dtype)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_plain_cache_may_have_another_type_than_the_computation() -> None:
+    """It stores what is rounded to its own type, and gives what is asked for."""
+    cache = KVCache(make_layout(dtype="bfloat16"), 1)
+    keys, values = torch.randn(2, 2, 8), torch.randn(2, 2, 4)
+    cache.write_tokens(0, torch.tensor([0, 1]), keys, values)
+    found_keys, found_values = cache.gather(0, torch.tensor([0]), 0, 2, torch.float32)
+    assert torch.equal(found_keys, keys.bfloat16().float())
+    assert torch.equal(found_values, values.bfloat16().float())

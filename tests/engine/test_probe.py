@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import LayerKV
+from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.engine.conformance.architectures import WINDOW, build_tiny
 from paceline.engine.probe import MaskFunction, probe_layers, window_of
 
@@ -37,7 +37,8 @@ def test_a_layer_that_reads_the_keys_of_another_stores_none(name: str) -> None:
     """It is known by the tensors that it shows, and takes no memory."""
     layers = _layers(name)
     assert [layer.shared_with for layer in layers] == [None, None, 0, 1]
-    assert [layer.key_items > 0 for layer in layers] == [True, True, False, False]
+    layout = KVLayout(layers, block_size=8, dtype="float32")
+    assert [layout.layer_bytes(layer) > 0 for layer in layers] == [True, True, False, False]
 
 
 def test_a_model_that_fails_in_a_ragged_pass_is_refused() -> None:

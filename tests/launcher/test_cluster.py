@@ -27,7 +27,9 @@ def _flags(command: tuple[str, ...]) -> dict[str, str]:
 
 def test_a_worker_is_told_what_it_needs() -> None:
     """A worker gets its name, socket, model, limits, the table's address, and its share of cores and KV memory."""
-    config = UpConfig(topology="2P1D", threads=3, dtype="float32", kv_memory="30%", max_model_len=99)
+    config = UpConfig(
+        topology="2P1D", threads=3, dtype="float32", kv_dtype="int8", kv_memory="30%", max_model_len=99
+    )
     command = worker_command(_layout(config), "prefill-1")
     assert "prefill_service" in command
     assert _flags(command) == {
@@ -35,6 +37,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--worker-id": "prefill-1",
         "--model": "/m",
         "--dtype": "float32",
+        "--kv-dtype": "int8",
         "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",

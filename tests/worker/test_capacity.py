@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused_with_numbers(settings: dict[str, Any], why: s
 @pytest.mark.parametrize("num_blocks", [0, 1, 7, 100])
 def test_the_longest_sequence_fills_its_blocks(num_blocks: int) -> None:
     """One token more would need one block more."""
-    longest = longest_in(LAYOUT, num_blocks, 10_000)
+    longest = longest_in(LAYOUT.num_blocks_for, num_blocks, 10_000)
     assert LAYOUT.num_blocks_for(longest) == num_blocks
     assert LAYOUT.num_blocks_for(longest + 1) == num_blocks + 1
-    assert longest_in(LAYOUT, num_blocks, 9) == min(9, longest)
+    assert longest_in(LAYOUT.num_blocks_for, num_blocks, 9) == min(9, longest)

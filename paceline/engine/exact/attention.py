@@ -64,10 +64,10 @@ def exact_attention(
 
 
 def geometry_of(cache: KVCache, layer: int, num_heads: int) -> Geometry:
-    block_size, num_kv_heads, value_dim = cache.values[layer].shape[1:]
+    block_size, sizes = cache.layout.block_size, cache.layout.layers[layer]
     split_tokens = -(-_MIN_SPLIT_TOKENS // block_size) * block_size
-    key_dim = cache.keys[layer].shape[3]
-    return Geometry(num_kv_heads, num_heads // num_kv_heads, key_dim, value_dim, split_tokens, block_size)
+    group = num_heads // sizes.num_kv_heads
+    return Geometry(sizes.num_kv_heads, group, sizes.key_dim, sizes.value_dim, split_tokens, block_size)
 
 
 def _attend_tiles(
@@ -99,8 +99,7 @@ def _all_partials(
     highest, total = tiles.new_full((*shape, 1), MASKED), tiles.new_zeros(*shape, 1)
     weighted = tiles.new_zeros(*shape, geometry.value_dim)
     for call in plan.calls:
-        keys = _gather(cache.keys[layer], call.blocks)
-        values = _gather(cache.values[layer], call.blocks)
+        keys, values = map(_by_head, cache.gather_blocks(layer, call.blocks, torch.float32))
         # What nobody sees may be left over from anything, and 0 times infinity is not 0.
         values[call.num_whole :].masked_fill_(call.unseen, 0.0)
         at = call.tile, call.ordinal
@@ -110,9 +109,9 @@ def _all_partials(
     return highest, total, weighted
 
 
-def _gather(memory: Tensor, blocks: Tensor) -> Tensor:
-    """[num_blocks, block_size, num_kv_heads, dim] at blocks [items, blocks of a split], as float32 by head."""
-    found = memory[blocks].flatten(1, 2).transpose(1, 2)
+def _by_head(blocks: Tensor) -> Tensor:
+    """From [items, blocks of a split, block_size, num_kv_heads, dim] to [items, num_kv_heads, split_tokens, dim], float32."""
+    found = blocks.flatten(1, 2).transpose(1, 2)
     return torch.empty(found.shape).copy_(found)
 
 
