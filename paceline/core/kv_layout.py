@@ -77,6 +77,11 @@ class KVLayout:
         return _make_groups(self.layers, tuple(self.layer_bytes(layer) for layer in self.layers))
 
     @property
+    def has_latents(self) -> bool:
+        """Whether a layer stores what its keys and values are expanded from."""
+        return any(layer.is_latent for layer in self.layers)
+
+    @property
     def kv_type(self) -> KVType:
         """How its keys and values are stored."""
         return KV_TYPES[self.dtype]

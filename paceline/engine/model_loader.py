@@ -16,9 +16,12 @@ from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.probe import probe_layers
+from paceline.runtime.log import get_logger
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+log = get_logger()
+
 _NO_LIMIT = 1 << 20  # tokens, of a model whose config names no longest context
 
 
@@ -35,14 +38,22 @@ class LoadedModel:
 
 
 def load_model(
-    directory: Path, dtype: str, block_size: int, exactness: str = "fast", kv_dtype: str = "auto"
+    directory: Path,
+    dtype: str,
+    block_size: int,
+    exactness: str = "fast",
+    kv_dtype: str = "auto",
+    mla: str = "expanded",
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
-    Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights.
+    Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
+    model with latent attention keeps: "expanded" keys and values, or the "latent".
     """
     model = _from_pretrained(directory, dtype)
-    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size)
+    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla)
+    if layout.has_latents:
+        _log_saving(model, layout)
     eos_token_ids = _eos_token_ids(directory, model)
     if exactness == "exact":
         make_exact(model)
@@ -125,6 +136,11 @@ def _eos_token_ids(directory: Path, model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _log_saving(model: PreTrainedModel, layout: KVLayout) -> None:
+    expanded = use_paged_attention(model, layout.dtype, layout.block_size)
+    log.info("latent_cache", block_bytes=layout.block_bytes, expanded_block_bytes=expanded.block_bytes)
 
 
 def _digest_files(paths: Iterable[Path]) -> str:

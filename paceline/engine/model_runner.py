@@ -33,7 +33,7 @@ class ModelRunner:
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
-        self._has_latents = any(layer.is_latent for layer in layout.layers)
+        self._has_latents = layout.has_latents
         self._expert_load = ExpertLoad(model)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:

@@ -111,7 +111,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
     return (
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
-        *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype),
+        *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner),
         *("--threads", str(config.threads_per_worker)),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),

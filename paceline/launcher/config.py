@@ -52,6 +52,7 @@ _DECIDED_HERE = frozenset(
         "model",
         "dtype",
         "kv_dtype",
+        "mla",
         "exactness",
         "max_model_len",
         "kv_memory",
@@ -99,6 +100,11 @@ class UpConfig:
     kv_dtype: str = option(
         "auto", "what the KV cache keeps; auto: as the workers compute", choices=("auto", *KV_TYPES)
     )
+    mla: str = option(
+        "expanded",
+        "what MLA models keep: expanded keys and values, or the latent that they are made from",
+        choices=("expanded", "latent"),
+    )
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
     )
@@ -127,6 +133,10 @@ class UpConfig:
         topology = self.shape
         if self.disaggregate == "always" and topology.num_prefill == 0:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
+        if self.mla == "latent" and self.exactness == "exact":
+            raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
+        if self.runner == "fake" and self.mla != "expanded":
+            raise ConfigError(f"--mla {self.mla} needs --runner torch: the fake one keeps no KV")
         if self.runner == "fake" and self.kv_dtype != "auto":
             raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not 0 <= self.port <= 65535:

@@ -20,6 +20,11 @@ class WorkerConfig:
     kv_dtype: str = option(
         "auto", "type of the KV cache; auto: that of the weights", choices=("auto", *KV_TYPES)
     )
+    mla: str = option(
+        "expanded",
+        "what MLA models keep: expanded keys and values, or the latent that they are made from",
+        choices=("expanded", "latent"),
+    )
     exactness: str = option(
         "fast",
         "exact: the same request gives the same bits on every path",
@@ -52,6 +57,10 @@ class WorkerConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative; 0: not set")
         MemorySize.parse(self.kv_memory, "--kv-memory")
+        if self.mla == "latent" and self.exactness == "exact":
+            raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
+        if self.runner == "fake" and self.mla != "expanded":
+            raise ConfigError(f"--mla {self.mla} needs --runner torch: the fake one keeps no KV")
         if self.runner == "fake" and self.kv_dtype != "auto":
             raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not self.model:

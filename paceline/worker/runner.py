@@ -61,7 +61,7 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
     loaded = load_model(
-        Path(config.model), config.dtype, config.block_size, config.exactness, config.kv_dtype
+        Path(config.model), config.dtype, config.block_size, config.exactness, config.kv_dtype, config.mla
     )
     # With a cache that rounds nothing: it is the model that is checked.
     plain = replace(loaded.layout, dtype=config.dtype)

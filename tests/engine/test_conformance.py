@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from paceline.core.errors import UnsupportedModelError
 from paceline.engine.attention import current_attention, paged_attention
 from paceline.engine.conformance.__main__ import main
-from paceline.engine.conformance.architectures import REFUSED, SERVED, WINDOW, build_tiny
+from paceline.engine.conformance.architectures import REFUSED, SERVED, WINDOW, WITH_LATENTS, build_tiny
 from paceline.engine.conformance.bench import ComparingRunner
 from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE, Row, tiny_names, tiny_subject
 from paceline.engine.conformance.paths import PATHS, PathResult, Subject, make_subject, run_path
@@ -46,11 +46,11 @@ def _subject(name: str) -> Subject:
 def test_the_matrix_has_at_least_thirty_architectures() -> None:
     """Thirty are served at the least, and none stands in both lists."""
     assert len(SERVED) >= 30
-    assert len(set(tiny_names())) == len(SERVED) + len(REFUSED)
+    assert len(set(tiny_names())) == len(SERVED) + len(WITH_LATENTS) + len(REFUSED)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "deepseek_v3_latent"])
 def test_every_path_of_each_kind_of_model_is_plain_transformers(name: str, path: str) -> None:
     """Chunks, batches, prefix hits, preemption and hand-over: logits within 1e-4 and the same greedy tokens."""
     _require_passed(run_path(_subject(name), path))

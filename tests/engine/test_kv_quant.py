@@ -122,6 +122,15 @@ def test_eight_bit_floats_round_to_the_nearest_everywhere() -> None:
     assert torch.equal(alone, back[::7])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_eight_bit_float_is_read_as_the_library_reads_it(dtype: torch.dtype) -> None:
+    """All but the two patterns that are no number, which are never stored."""
+    packed = torch.arange(256, dtype=torch.uint8)
+    expected = packed.view(torch.float8_e4m3fn).to(dtype)
+    found = dequantise(packed[:, None], torch.ones(256, 1), 1, "fp8", dtype)[:, 0]
+    assert packed[expected != found].tolist() == [127, 255]
+
+
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
 def test_numbers_come_back_rounded_once(kv_dtype: str) -> None:
     """In bfloat16 they are those of float32, rounded."""

@@ -187,6 +187,9 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Those of SERVED that can keep latents; each has a row more, in which it does.
+WITH_LATENTS = ("deepseek_v2", "deepseek_v3", "minicpm3")
+
 
 def build_tiny(name: str, *, seed: int = 0) -> PreTrainedModel:
     """A model of SERVED or REFUSED in fp32. The same seed gives the same weights."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import KVLayout, min_blocks
-from paceline.engine.conformance.architectures import REFUSED, SERVED, build_tiny
+from paceline.engine.conformance.architectures import REFUSED, SERVED, WITH_LATENTS, build_tiny
 from paceline.engine.conformance.paths import (
     MIN_PROMPT_TOKENS,
     NUM_OUTPUT_TOKENS,
@@ -28,6 +28,8 @@ _MODEL_BLOCK_SIZE = 16
 # The prompt passes a real model's window where no longer one than this is needed.
 _MAX_PROMPT_TOKENS = 1200
 
+_LATENT = "_latent"
+
 Say = Callable[[str], None]
 
 
@@ -41,6 +43,8 @@ class Row:
     refusal: str = ""
     # Windows (tokens) that the prompts were too short to pass: nothing is said about them.
     unreached_windows: tuple[int, ...] = ()
+    # Bytes of a block that keeps latents beside one that keeps expanded keys and values.
+    latent_share: float | None = None
 
     @property
     def num_failed(self) -> int:
@@ -52,13 +56,13 @@ class Row:
 
 def tiny_names() -> tuple[str, ...]:
     """Every architecture that there is a tiny model of; those that are to be refused come last."""
-    return (*SERVED, *REFUSED)
+    return (*SERVED, *(name + _LATENT for name in WITH_LATENTS), *REFUSED)
 
 
 def tiny_rows(names: Iterable[str], say: Say) -> Iterator[Row]:
     """A row for each of the tiny models; `say` hears what is under way."""
     for name in names:
-        yield _row(name, partial(tiny_subject, name), say, is_to_be_served=name in SERVED)
+        yield _row(name, partial(tiny_subject, name), say, is_to_be_served=name not in REFUSED)
 
 
 def model_row(
@@ -70,8 +74,9 @@ def model_row(
 
 def tiny_subject(name: str) -> Subject:
     """A tiny model, ready for its paths; raises UnsupportedModelError for one that a worker refuses."""
-    model = build_tiny(name)
-    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE)
+    model = build_tiny(name.removesuffix(_LATENT))
+    mla = "latent" if name.endswith(_LATENT) else "expanded"
+    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE, mla)
     return _checked_subject(model, layout, MIN_PROMPT_TOKENS)
 
 
@@ -85,7 +90,13 @@ def _row(name: str, subject_of: Callable[[], Subject], say: Say, *, is_to_be_ser
     for path in PATHS:
         say(f"{name}: {path}")
         results.append(run_path(subject, path))
-    return Row(name, is_to_be_served, tuple(results), unreached_windows=_unreached_windows(subject))
+    return Row(
+        architecture=name,
+        is_to_be_served=is_to_be_served,
+        results=tuple(results),
+        unreached_windows=_unreached_windows(subject),
+        latent_share=_latent_share(subject),
+    )
 
 
 def _model_subject(directory: Path, num_prompt_tokens: int | None, tolerance: float) -> Subject:
@@ -112,3 +123,10 @@ def _unreached_windows(subject: Subject) -> tuple[int, ...]:
     longest = len(subject.long.prompt_ids)
     windows = {layer.window for layer in subject.layout.layers if layer.window and layer.window >= longest}
     return tuple(sorted(windows))
+
+
+def _latent_share(subject: Subject) -> float | None:
+    if not subject.layout.has_latents:
+        return None
+    expanded = use_paged_attention(subject.model, subject.layout.dtype, subject.block_size)
+    return subject.layout.block_bytes / expanded.block_bytes

@@ -35,6 +35,7 @@ def table_line(row: Row) -> str:
             f"note: no prompt is longer than the window of {window} tokens (--prompt-tokens)"
             for window in row.unreached_windows
         ),
+        *([] if row.latent_share is None else [f"note: latents take {row.latent_share:.1%} of the memory"]),
     ]
     return "\n".join([f"{name}{cells}{seconds:>9.1f}", *(f"{'':<{_NAME_WIDTH}}  {note}" for note in notes)])
 
@@ -62,6 +63,7 @@ def as_json(rows: Sequence[Row], *, duration_s: float) -> dict[str, Any]:
         "tolerance": max((result.tolerance for _, result in results), default=TOLERANCE),
         "duration_s": duration_s,
         "results": [{"architecture": name, **asdict(result)} for name, result in results],
+        "latent_shares": {row.architecture: row.latent_share for row in rows if row.latent_share},
         "refusals": {row.architecture: row.refusal for row in rows if row.refusal},
     }
 
