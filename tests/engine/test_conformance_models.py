@@ -10,7 +10,7 @@ import pytest
 from paceline.engine.conformance.paths import PATHS
 from paceline.launcher.models import PACKAGED_MODELS, resolve_model
 
-# Logits of some tens: fp32 rounds them to a few millionths of their size. Tokens are compared without any tolerance.
+# Gemma's logits reach a hundred, and fp32 rounds to some millionths of that. Tokens are compared without any tolerance.
 TOLERANCE = "1e-3"
 # The first time, a model is also fetched and converted.
 pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(3600)]
