@@ -38,6 +38,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--model": "/m",
         "--dtype": "float32",
         "--kv-dtype": "int8",
+        "--mla": "expanded",
         "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",
