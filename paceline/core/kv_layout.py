@@ -11,7 +11,7 @@ import hashlib
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockId = NewType("BlockId", int)
 
@@ -38,6 +38,27 @@ KV_TYPES = {
 }
 
 
+class View(NamedTuple):
+    """Which earlier tokens a token sees: itself and the window - 1 before it, and always the first, the sinks.
+
+    Without a window it sees all of them. Sinks are for models that were trained so (https://arxiv.org/abs/2309.17453).
+    """
+
+    window: int | None = None
+    num_sink_tokens: int = 0
+
+    def first_visible(self, position: int) -> int:
+        """The first position, apart from the sinks, that the token at `position` sees, and so any later one."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def num_kept(self, first: int) -> int:
+        """How many sinks lie before `first`."""
+        return min(first, self.num_sink_tokens)
+
+
+WHOLE_VIEW = View()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """Geometry of one layer's keys and values, as the layer itself shows it when the model is loaded."""
@@ -49,18 +70,41 @@ class LayerKV:
     shared_with: int | None = None  # the earlier layer whose keys and values this one reads; it stores none
     # It stores what keys and values are expanded from: as the key the compressed pair, as the value the rotary part.
     is_latent: bool = False
+    num_sink_tokens: int = 0  # see View; without a window there are none
+
+    @property
+    def view(self) -> View:
+        """What its tokens see."""
+        return View(self.window, self.num_sink_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that see the same tokens: all before, or a window of them. A sequence has one block table for each group."""
+    """Layers that see the same tokens. A sequence has one block table for each group."""
 
-    window: int | None = None  # see LayerKV.window
+    view: View = WHOLE_VIEW
     layers: tuple[int, ...] = ()
 
-    def first_visible(self, position: int) -> int:
-        """The first position that the token at `position` sees, and so the first that any later one will see."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a token falls out of sight as the sequence grows."""
+        return self.view.window is not None
+
+    def blocks_seen(self, position: int, num_blocks: int, block_size: int) -> list[int]:
+        """Which of a sequence's first `num_blocks` blocks hold what the token at `position`, or any later one, sees."""
+        first = self.view.first_visible(position) // block_size
+        num_kept = min(first, self.num_sink_blocks(block_size), num_blocks)
+        return [*range(num_kept), *range(first, num_blocks)]
+
+    def num_sink_blocks(self, block_size: int) -> int:
+        """Blocks at the beginning that are always seen."""
+        return -(-self.view.num_sink_tokens // block_size)
+
+    def max_live_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Blocks that a step of `num_tokens` tokens and all they see through a window may touch, wherever it begins."""
+        assert self.view.window is not None, "without a window there is no bound"
+        num_seen = self.view.window + num_tokens - 1
+        return -(-(num_seen - 1) // block_size) + 1 + self.num_sink_blocks(block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +154,8 @@ class KVLayout:
         whole = -(-num_tokens // self.block_size)
         return sum(
             whole
-            if group.window is None or max_step_tokens is None
-            else min(whole, max_live_blocks(group.window, max_step_tokens, self.block_size))
+            if not group.is_windowed or max_step_tokens is None
+            else min(whole, group.max_live_blocks(max_step_tokens, self.block_size))
             for group in self.groups
         )
 
@@ -125,11 +169,6 @@ def min_blocks(layout: KVLayout) -> int:
     return 2 * layout.num_blocks_for(layout.block_size + 3)
 
 
-def max_live_blocks(window: int, num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` tokens in a row and all they see through a window may touch, wherever they begin."""
-    return -(-(window + num_tokens - 2) // block_size) + 1
-
-
 @lru_cache(maxsize=64)
 def _make_groups(layers: tuple[LayerKV, ...], sizes: tuple[int, ...]) -> tuple[KVGroup, ...]:
     """The fewest groups that leave at most a tenth of their blocks unused; those with the widest view first.
@@ -137,40 +176,40 @@ def _make_groups(layers: tuple[LayerKV, ...], sizes: tuple[int, ...]) -> tuple[K
     `sizes` are the bytes of each layer. Blocks of all groups are equally large, so layers of one window may have to be several
     groups: fifteen layers with a window and three without it become three groups of five, and one of three.
     """
-    by_window = _by_window(layers)
-    if len(by_window) == 1:
-        return (KVGroup(next(iter(by_window)), tuple(range(len(layers)))),)
-    most = range(max(len(kin) for kin in by_window.values()), 0, -1)
-    candidates = [_cut(by_window, num_layers) for num_layers in most]
+    by_view = _by_view(layers)
+    if len(by_view) == 1:
+        return (KVGroup(next(iter(by_view)), tuple(range(len(layers)))),)
+    most = range(max(len(kin) for kin in by_view.values()), 0, -1)
+    candidates = [_cut(by_view, num_layers) for num_layers in most]
     good = [groups for groups in candidates if _unused_share(sizes, groups) <= 0.1]
     return min(good, key=len) if good else min(candidates, key=lambda groups: _unused_share(sizes, groups))
 
 
-def _by_window(layers: tuple[LayerKV, ...]) -> dict[int | None, list[list[int]]]:
-    """Layers that store, each with those that read from it; by the widest window of such a family."""
+def _by_view(layers: tuple[LayerKV, ...]) -> dict[View, list[list[int]]]:
+    """Layers that store, each with those that read from it; by what any of such a family sees."""
     families = {index: [index] for index, layer in enumerate(layers) if layer.shared_with is None}
     for index, layer in enumerate(layers):
         if layer.shared_with is not None:
             families[layer.shared_with].append(index)
-    by_window: defaultdict[int | None, list[list[int]]] = defaultdict(list)
+    by_view: defaultdict[View, list[list[int]]] = defaultdict(list)
     for family in families.values():
         windows = [layers[index].window for index in family]
         widest = None if None in windows else max(window for window in windows if window is not None)
-        by_window[widest].append(family)
-    return dict(by_window)
+        num_sink_tokens = max(layers[index].num_sink_tokens for index in family)
+        by_view[View(widest, 0 if widest is None else num_sink_tokens)].append(family)
+    return dict(by_view)
 
 
-def _cut(by_window: dict[int | None, list[list[int]]], num_layers: int) -> tuple[KVGroup, ...]:
+def _cut(by_view: dict[View, list[list[int]]], num_layers: int) -> tuple[KVGroup, ...]:
     """Groups of at most so many layers that store."""
     groups = [
         KVGroup(
-            window,
-            tuple(sorted(index for family in families[first : first + num_layers] for index in family)),
+            view, tuple(sorted(index for family in families[first : first + num_layers] for index in family))
         )
-        for window, families in by_window.items()
+        for view, families in by_view.items()
         for first in range(0, len(families), num_layers)
     ]
-    return tuple(sorted(groups, key=lambda group: (group.window is not None, -(group.window or 0))))
+    return tuple(sorted(groups, key=lambda group: (group.is_windowed, -(group.view.window or 0))))
 
 
 def _unused_share(sizes: tuple[int, ...], groups: tuple[KVGroup, ...]) -> float:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import LayerKV
+from paceline.core.kv_layout import WHOLE_VIEW, LayerKV, View
 from paceline.engine.forward_batch import ForwardBatch, QueryRange
 from paceline.engine.kv_cache import KVCache
 
@@ -40,7 +40,7 @@ class AttentionRules:
     """What a layer asks for beside plain causal attention."""
 
     scaling: float
-    window: int | None = None  # see LayerKV.window
+    view: View = WHOLE_VIEW
     softcap: float | None = None
     sinks: Tensor | None = None  # [num_heads], logits that take part in the softmax and carry no value
 
@@ -71,9 +71,15 @@ def paged_attention(
     if context.cache.layout.layers[layer].is_latent:
         contexts = _split_contexts(context.cache, layer, queries, key[0], value[0])
     else:
-        contexts = [_gather_context(context.cache, layer, part, query.dtype) for part in queries]
+        contexts = [_gather_by_head(context.cache, layer, part, query.dtype) for part in queries]
     parts = [
-        attend(query[0, :, part.first : part.last], keys, values, rules)
+        attend(
+            query[0, :, part.first : part.last],
+            keys,
+            values,
+            rules,
+            num_left_out=part.context - keys.shape[1],
+        )
         for part, (keys, values) in zip(queries, contexts, strict=True)
     ]
     return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0), None
@@ -122,19 +128,23 @@ def read_rules(layer: LayerKV, kwargs: dict[str, Any], head_dim: int) -> Attenti
         raise UnsupportedModelError(
             f"the model's attention needs {', '.join(sorted(rest))}, which is not supported"
         )
-    return AttentionRules(scaling, layer.window, softcap, sinks)
+    return AttentionRules(scaling, layer.view, softcap, sinks)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -> Tensor:
-    """The last `num_queries` tokens of a context attend to it, causally. It may begin where the first of them sees first.
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules, *, num_left_out: int = 0
+) -> Tensor:
+    """The last `num_queries` tokens of a context attend to it, causally.
+
+    Its first `num_left_out` tokens behind the sinks are not given: none of the queries sees them.
 
     query [num_heads, num_queries, key_dim], keys [num_kv_heads, context, key_dim], values [num_kv_heads, context,
     value_dim]; gives [num_heads, num_queries, value_dim].
     """
     num_queries, context = query.shape[1], keys.shape[1]
-    visible = _visible(num_queries, context, rules.window)
+    visible = _visible(num_queries, context, rules.view, num_left_out)
     if rules.softcap is None and rules.sinks is None:
-        is_whole = visible is not None and rules.window is None and num_queries == context
+        is_whole = visible is not None and rules.view.window is None and num_queries == context
         out = functional.scaled_dot_product_attention(
             query.unsqueeze(0),
             keys.unsqueeze(0),
@@ -148,18 +158,26 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules) -
     return _attend_by_definition(query, keys, values, visible, rules)
 
 
-def sees_from(cache: KVCache, layer: int, part: QueryRange) -> int:
-    """The first position that the part's tokens see, in any layer of the group."""
-    group = cache.layout.groups[cache.group_of[layer]]
-    return group.first_visible(part.context - (part.last - part.first))
+def gather_seen(cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the part's tokens see in the layer's group, each [tokens, num_kv_heads, dim], as `dtype`.
+
+    The sinks, if some lie before the rest, and then all from the first visible token on.
+    """
+    group = cache.group_of[layer]
+    view, table = cache.layout.groups[group].view, part.block_tables[group]
+    first = view.first_visible(part.start)
+    keys, values = cache.gather(layer, table, first, part.context, dtype)
+    if (num_kept := view.num_kept(first)) == 0:
+        return keys, values
+    sink_keys, sink_values = cache.gather(layer, table, 0, num_kept, dtype)
+    return torch.cat([sink_keys, keys]), torch.cat([sink_values, values])
 
 
-def _gather_context(
+def _gather_by_head(
     cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What the part's tokens attend to, each [num_kv_heads, tokens, dim], as `dtype`."""
-    table = part.block_tables[cache.group_of[layer]]
-    keys, values = cache.gather(layer, table, sees_from(cache, layer, part), part.context, dtype)
+    """The same, each [num_kv_heads, tokens, dim]."""
+    keys, values = gather_seen(cache, layer, part, dtype)
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
@@ -167,18 +185,25 @@ def _split_contexts(
     cache: KVCache, layer: int, queries: tuple[QueryRange, ...], keys: Tensor, values: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """The same, of keys and values [num_heads, tokens of all contexts, dim] that were expanded from latents."""
-    lengths = [part.context - sees_from(cache, layer, part) for part in queries]
+    view = cache.layout.groups[cache.group_of[layer]].view
+    firsts = [view.first_visible(part.start) for part in queries]
+    lengths = [
+        part.context - first + view.num_kept(first) for part, first in zip(queries, firsts, strict=True)
+    ]
     return list(zip(torch.split(keys, lengths, 1), torch.split(values, lengths, 1), strict=True))
 
 
-def _visible(num_queries: int, context: int, window: int | None) -> Tensor | None:
-    """[num_queries, context], True where a query may look; None where it may look everywhere."""
-    if num_queries == 1 and (window is None or window >= context):
+def _visible(num_queries: int, num_keys: int, view: View, num_left_out: int) -> Tensor | None:
+    """[num_queries, num_keys], True where a query may look; None where it may look everywhere."""
+    if num_queries == 1 and (view.window is None or view.window >= num_keys):
         return None
-    query_positions = torch.arange(context - num_queries, context).unsqueeze(1)
-    distance = query_positions - torch.arange(context)
+    keys, context = torch.arange(num_keys), num_keys + num_left_out
+    keys = torch.where(keys < view.num_sink_tokens, keys, keys + num_left_out)
+    distance = torch.arange(context - num_queries, context).unsqueeze(1) - keys
     visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    if view.window is None:
+        return visible
+    return visible & ((distance < view.window) | (keys < view.num_sink_tokens))
 
 
 def _attend_by_definition(

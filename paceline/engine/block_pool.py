@@ -222,7 +222,7 @@ class BlockPool:
         return self._is_windowed(parent.group) or self._is_cached(parent)
 
     def _is_windowed(self, group: int) -> bool:
-        return self.groups[group].window is not None
+        return self.groups[group].is_windowed
 
     def _is_stray(self, cached: CachedBlock) -> bool:
         """Whether nobody can find it any more, since the block that it follows was evicted before it.

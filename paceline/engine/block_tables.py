@@ -5,6 +5,7 @@ table of a group with a window holds only those ordinals that some token still t
 
     whole group    [ 0  1  2  3  4  5  6 ]
     windowed one   [ .  .  .  .  4  5  6 ]     . let go, or never needed
+    with a sink    [ 0  .  .  .  4  5  6 ]
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.block_hash import BlockHash, group_hash
-from paceline.core.kv_layout import BlockId, KVGroup, max_live_blocks
+from paceline.core.kv_layout import BlockId, KVGroup
 from paceline.core.ticket import ReadyBlock
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_block import CachedBlock, witness
-from paceline.engine.cached_prefix import CachedPrefix, TokenChain, first_needed
+from paceline.engine.cached_prefix import CachedPrefix, TokenChain
 from paceline.engine.step import BlockTable
 
 
@@ -32,7 +33,7 @@ class GroupTable:
     index: int
     group: KVGroup
     block_ids: list[BlockId | None] = field(default_factory=list)
-    first: int = 0  # the ordinals before it were let go
+    first: int = 0  # the ordinals before it were let go, sinks apart
     pledged: int = 0
     checksums: list[int] = field(default_factory=list)  # of complete blocks; 0 where there is none any more
     # The chain of cached blocks that carries the sequence's prefix: its last one, and its length. It is shorter than
@@ -41,14 +42,9 @@ class GroupTable:
     num_cached: int = 0
 
     @property
-    def is_windowed(self) -> bool:
-        """Whether it lets blocks go."""
-        return self.group.window is not None
-
-    @property
     def held_ids(self) -> list[BlockId]:
         """What it holds, in order."""
-        return [block_id for block_id in self.block_ids[self.first :] if block_id is not None]
+        return [block_id for block_id in self.block_ids if block_id is not None]
 
 
 class SequenceBlocks:
@@ -77,18 +73,23 @@ class SequenceBlocks:
         In a group with a window that is room for what one step of `max_step_tokens` tokens sees, or, if the blocks are
         filled from outside, for what comes after them. At least `spare` blocks stay available to others.
         """
-        firsts = first_needed(self._pool, prefix.num_blocks, num_tokens if is_filled_outside else None)
+        position = num_tokens if is_filled_outside else prefix.num_blocks * self._pool.block_size
+        num_blocks = self._num_blocks_for(num_tokens)
+        seen = [table.group.blocks_seen(position, num_blocks, self._pool.block_size) for table in self.tables]
         needs = [
-            self._need(table, first, prefix.num_blocks, num_tokens, max_step_tokens)
-            for table, first in zip(self.tables, firsts, strict=True)
+            self._need(table, ordinals, prefix.num_blocks, max_step_tokens)
+            for table, ordinals in zip(self.tables, seen, strict=True)
         ]
         whole = [block for cached in prefix.by_group for block in cached]
         if self._pool.num_available_after(whole) < sum(needs) + spare:
             return False
-        for table, first, need in zip(self.tables, firsts, needs, strict=True):
-            self._take_prefix(table, first, prefix, need)
-        end = num_tokens if is_filled_outside else prefix.num_blocks * self._pool.block_size
-        self._fill_tables(end, whole_end=num_tokens)
+        for table, ordinals, need in zip(self.tables, seen, needs, strict=True):
+            self._take_prefix(table, ordinals, prefix, need)
+            table.first = table.group.view.first_visible(position) // self._pool.block_size
+        # Only now: an allocation evicts, and must not take another table's part of the prefix.
+        for table, ordinals in zip(self.tables, seen, strict=True):
+            if is_filled_outside or not table.group.is_windowed:
+                self._allocate(table, ordinals, num_blocks)
         self._places = self._places_of(num_tokens)
         return True
 
@@ -99,9 +100,10 @@ class SequenceBlocks:
     def extend(self, end: int) -> None:
         """Makes room for tokens up to `end`. The caller has checked that what is missing is available."""
         for table in self.tables:
-            if table.is_windowed:
+            if table.group.is_windowed:
                 self._pledge(table, self._shortage(table, end))
-        self._fill_tables(end, whole_end=end)
+            num_blocks = self._num_blocks_for(end)
+            self._allocate(table, range(len(table.block_ids), num_blocks), num_blocks)
 
     # -- results
 
@@ -119,7 +121,7 @@ class SequenceBlocks:
     def trim(self, num_computed_tokens: int, num_tokens: int) -> None:
         """Lets go of what no token from `num_computed_tokens` on sees."""
         for table in self.tables:
-            if table.is_windowed:
+            if table.group.is_windowed:
                 self._trim(table, num_computed_tokens, num_tokens)
 
     def release(self) -> None:
@@ -183,43 +185,54 @@ class SequenceBlocks:
 
     # -- one table
 
-    def _need(
-        self, table: GroupTable, first: int, num_cached: int, num_tokens: int, max_step_tokens: int
-    ) -> int:
-        end = self._num_blocks_for(num_tokens)
-        if table.group.window is None:
-            return end - num_cached
-        return min(end - first, max_live_blocks(table.group.window, max_step_tokens, self._pool.block_size))
+    def _need(self, table: GroupTable, seen: list[int], num_cached: int, max_step_tokens: int) -> int:
+        """Blocks to set aside: those that are not cached or, for a window, all that it ever holds at once."""
+        if not table.group.is_windowed:
+            return len(seen) - num_cached
+        return min(len(seen), table.group.max_live_blocks(max_step_tokens, self._pool.block_size))
 
-    def _take_prefix(self, table: GroupTable, first: int, prefix: CachedPrefix, need: int) -> None:
+    def _take_prefix(self, table: GroupTable, seen: list[int], prefix: CachedPrefix, need: int) -> None:
         cached = prefix.by_group[table.index]
-        if table.is_windowed:
+        if table.group.is_windowed:
             self._pledge(table, need)
-        table.first = first
-        table.block_ids = [None] * first + list(self._pool.acquire(cached))
-        if cached:
-            table.checksums = [0] * first + [block.checksum for block in cached]
+        ordinals = [ordinal for ordinal in seen if ordinal < prefix.num_blocks]
+        table.block_ids = [None] * prefix.num_blocks
+        for ordinal, block_id in zip(ordinals, self._pool.acquire(cached), strict=True):
+            table.block_ids[ordinal] = block_id
+        # Where the prefix ends unseen, the chain is made anew when blocks are sealed.
+        if ordinals and ordinals[-1] == prefix.num_blocks - 1:
+            checksums = {ordinal: block.checksum for ordinal, block in zip(ordinals, cached, strict=True)}
+            table.checksums = [checksums.get(ordinal, 0) for ordinal in range(prefix.num_blocks)]
             table.last_cached, table.num_cached = cached[-1], prefix.num_blocks
 
-    def _fill_tables(self, end: int, *, whole_end: int) -> None:
-        """Blocks for tokens up to `end`, in groups without a window up to `whole_end`."""
-        for table in self.tables:
-            num_blocks = self._num_blocks_for(end if table.is_windowed else whole_end) - len(table.block_ids)
-            table.block_ids += self._pool.allocate(max(0, num_blocks), table.index)
+    def _allocate(self, table: GroupTable, ordinals: Sequence[int], num_blocks: int) -> None:
+        """Blocks at those ordinals that have none yet, in a table of `num_blocks`."""
+        table.block_ids += [None] * (num_blocks - len(table.block_ids))
+        empty = [ordinal for ordinal in ordinals if table.block_ids[ordinal] is None]
+        for ordinal, block_id in zip(empty, self._pool.allocate(len(empty), table.index), strict=True):
+            table.block_ids[ordinal] = block_id
 
     def _shortage(self, table: GroupTable, end: int) -> int:
         num_blocks = self._num_blocks_for(end)
-        there = table.first + table.pledged if table.is_windowed else len(table.block_ids)
-        return max(0, num_blocks - there)
+        if not table.group.is_windowed:
+            return max(0, num_blocks - len(table.block_ids))
+        return max(0, self._num_live(table, num_blocks) - table.pledged)
+
+    def _num_live(self, table: GroupTable, num_blocks: int) -> int:
+        """What a table of `num_blocks` holds that has let go of what lies before its first."""
+        num_sinks = table.group.num_sink_blocks(self._pool.block_size)
+        return num_blocks - table.first + min(num_sinks, table.first)
 
     def _trim(self, table: GroupTable, num_computed_tokens: int, num_tokens: int) -> None:
-        first = table.group.first_visible(num_computed_tokens) // self._pool.block_size
-        behind = table.block_ids[table.first : first]
+        size = self._pool.block_size
+        first = table.group.view.first_visible(num_computed_tokens) // size
+        begin = max(table.first, table.group.num_sink_blocks(size))
+        behind = table.block_ids[begin:first]
         self._pool.release([block_id for block_id in behind if block_id is not None][::-1])
-        table.block_ids[table.first : first] = [None] * len(behind)
+        table.block_ids[begin:first] = [None] * len(behind)
         table.first = max(first, table.first)
         # The known tokens need no more than this; growth asks again.
-        needed = max(len(table.block_ids), self._num_blocks_for(num_tokens)) - table.first
+        needed = self._num_live(table, max(len(table.block_ids), self._num_blocks_for(num_tokens)))
         self._pledge(table, min(needed, table.pledged) - table.pledged)
 
     def _publish(self, table: GroupTable, ordinal: int, chain: TokenChain) -> None:
@@ -250,13 +263,12 @@ class SequenceBlocks:
 
     def _places_of(self, num_tokens: int) -> list[_Place]:
         """Block after block, and for each the groups that need it."""
-        firsts = first_needed(self._pool, 0, num_tokens)
-        return [
-            _Place(ordinal, group)
-            for ordinal in range(self._num_blocks_for(num_tokens))
-            for group, first in enumerate(firsts)
-            if ordinal >= first
-        ]
+        num_blocks, size = self._num_blocks_for(num_tokens), self._pool.block_size
+        return sorted(
+            _Place(ordinal, table.index)
+            for table in self.tables
+            for ordinal in table.group.blocks_seen(num_tokens, num_blocks, size)
+        )
 
     def _id_at(self, place: _Place) -> BlockId:
         block_id = self.tables[place.group].block_ids[place.ordinal]

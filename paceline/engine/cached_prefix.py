@@ -36,30 +36,22 @@ def find_prefix(
     whole = {
         index: pool.lookup(chain.root, hashes, chain.token_ids, index)
         for index, group in enumerate(pool.groups)
-        if group.window is None
+        if not group.is_windowed
     }
     num_blocks = min((len(found) for found in whole.values()), default=len(hashes))
     windows = [_Window(pool, chain, index) for index in range(len(pool.groups)) if index not in whole]
-    while (fewer := _shortest(windows, pool, num_blocks, next_position)) < num_blocks:
+    while (fewer := _shortest(windows, num_blocks, next_position)) < num_blocks:
         num_blocks = fewer
-    firsts = first_needed(pool, num_blocks, next_position)
-    by_window = {window.index: window.found(firsts[window.index], num_blocks) for window in windows}
+    by_window = {window.index: window.found(num_blocks, next_position) for window in windows}
     by_group = (whole.get(index, by_window.get(index, []))[:num_blocks] for index in range(len(pool.groups)))
     return CachedPrefix(num_blocks, tuple(map(tuple, by_group)))
 
 
-def first_needed(pool: BlockPool, num_blocks: int, next_position: int | None) -> list[int]:
-    """For each group the first block that is seen from `next_position`, or from right behind `num_blocks` blocks."""
-    position = num_blocks * pool.block_size if next_position is None else next_position
-    return [group.first_visible(position) // pool.block_size for group in pool.groups]
-
-
-def _shortest(windows: "list[_Window]", pool: BlockPool, num_blocks: int, next_position: int | None) -> int:
+def _shortest(windows: "list[_Window]", num_blocks: int, next_position: int | None) -> int:
     """How much of a prefix of `num_blocks` is left by the first group that misses one of its blocks."""
-    firsts = first_needed(pool, num_blocks, next_position)
     for window in windows:
         # If one is missing then every longer prefix, up to this one, misses it too.
-        for ordinal in range(num_blocks - 1, firsts[window.index] - 1, -1):
+        for ordinal in reversed(window.needed(num_blocks, next_position)):
             if window.find(ordinal) is None:
                 return ordinal
     return num_blocks
@@ -87,6 +79,13 @@ class _Window:
             )
         return self._known[ordinal]
 
-    def found(self, first: int, num_blocks: int) -> list[CachedBlock]:
-        """The blocks from `first` on, all of which have been found."""
-        return [block for ordinal in range(first, num_blocks) if (block := self.find(ordinal)) is not None]
+    def needed(self, num_blocks: int, next_position: int | None) -> list[int]:
+        """Which of the first `num_blocks` blocks are seen from `next_position`, or from right behind them."""
+        size = self._pool.block_size
+        position = num_blocks * size if next_position is None else next_position
+        return self._pool.groups[self.index].blocks_seen(position, num_blocks, size)
+
+    def found(self, num_blocks: int, next_position: int | None) -> list[CachedBlock]:
+        """Those, all of which have been found."""
+        found = (self.find(ordinal) for ordinal in self.needed(num_blocks, next_position))
+        return [block for block in found if block is not None]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import xxhash
 
-from paceline.core.kv_layout import BlockId, KVGroup, KVLayout, LayerKV
+from paceline.core.kv_layout import BlockId, KVGroup, KVLayout, LayerKV, View
 from paceline.core.request import SamplingParams, TokenLogprob
 from paceline.engine.step import (
     BlockTable,
@@ -107,11 +107,15 @@ class FakeModelRunner:
     def _seen(self, item: ScheduledSequence, end: int) -> bytes:
         """What the last of the first `end` tokens sees, in each group."""
         return b"".join(
-            self._read(table, group.first_visible(end - 1), end)
+            self._read(table, group.view, end)
             for table, group in zip(item.block_tables, self._groups, strict=True)
         )
 
-    def _read(self, table: BlockTable, first: int, end: int) -> bytes:
+    def _read(self, table: BlockTable, view: View, end: int) -> bytes:
+        first = view.first_visible(end - 1)
+        return self._read_range(table, 0, view.num_kept(first)) + self._read_range(table, first, end)
+
+    def _read_range(self, table: BlockTable, first: int, end: int) -> bytes:
         size = self.memory.block_size
         ordinals = range(first // size, -(-end // size))
         blocks = b"".join(self.memory.read(self._slot(table, ordinal * size)[0]) for ordinal in ordinals)
@@ -144,7 +148,10 @@ def fake_prompt_logprobs(
 
 def _seen_of(token_ids: tuple[int, ...], groups: Sequence[KVGroup]) -> bytes:
     slots = [_SLOT.pack(token_id, position) for position, token_id in enumerate(token_ids)]
-    return b"".join(slot for group in groups for slot in slots[group.first_visible(len(slots) - 1) :])
+    end = len(slots)
+    return b"".join(
+        slots[place] for group in groups for place in group.blocks_seen(end - 1, end, block_size=1)
+    )
 
 
 def _digest_token(

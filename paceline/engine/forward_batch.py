@@ -21,6 +21,11 @@ class QueryRange:
     context: int
     block_tables: tuple[Tensor, ...]
 
+    @property
+    def start(self) -> int:
+        """The position of its first token."""
+        return self.context - (self.last - self.first)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from paceline.core.kv_layout import LayerKV
-from paceline.engine.attention import current_attention, sees_from
+from paceline.engine.attention import current_attention, gather_seen
 
 
 class LatentCache(Cache):
@@ -32,19 +32,9 @@ class LatentCache(Cache):
         cache, batch = context.cache, context.batch
         if not cache.layout.layers[layer_idx].is_latent:
             return key_states, value_states
-        group = cache.group_of[layer_idx]
-        slots = batch.slot_mappings[group]
+        slots = batch.slot_mappings[cache.group_of[layer_idx]]
         cache.write_tokens(layer_idx, slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
-        found = [
-            cache.gather(
-                layer_idx,
-                part.block_tables[group],
-                sees_from(cache, layer_idx, part),
-                part.context,
-                key_states.dtype,
-            )
-            for part in batch.queries
-        ]
+        found = [gather_seen(cache, layer_idx, part, key_states.dtype) for part in batch.queries]
         latents, rotary = (
             torch.cat(parts).transpose(0, 1).unsqueeze(0) for parts in zip(*found, strict=True)
         )
@@ -80,9 +70,9 @@ class NotedCache(Cache):
         del layer_idx
         return query_length, 0
 
-    def latent_layer(self, index: int, key: Tensor, value: Tensor, window: int | None) -> LayerKV | None:
-        """What the layer stores when it stores what it offered; None if that is what it attends to anyway."""
+    def latent_layer(self, index: int, key: Tensor, value: Tensor) -> LayerKV | None:
+        """What the layer, whatever it sees, stores when it stores what it offered; None if that is what it attends to anyway."""
         first, second = self.offered.get(index, (key, value))
         if first is key and second is value:
             return None
-        return LayerKV(first.shape[1], first.shape[3], second.shape[3], window, is_latent=True)
+        return LayerKV(first.shape[1], first.shape[3], second.shape[3], is_latent=True)

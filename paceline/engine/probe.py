@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import LayerKV
+from paceline.core.kv_layout import WHOLE_VIEW, LayerKV, View
 from paceline.engine.attention import read_rules
 from paceline.engine.latent import NotedCache
 
@@ -54,25 +55,37 @@ def name_of(model: PreTrainedModel) -> str:
     return type(model).__name__
 
 
-def window_of(visible: MaskFunction, max_tokens: int) -> int | None:
-    """How many tokens a mask lets each query see, itself the last of them; None when it is all of them.
+def view_of(visible: MaskFunction, max_tokens: int) -> View:
+    """What a mask lets each query see: all tokens before it, or a window of them and the first ones.
 
     Raises ValueError for a mask that is neither. Two queries tell a window from attention in chunks: the next one
     sees as much through a window, and more or less in a chunk.
     """
-    none, keys = torch.tensor(0), torch.arange(max_tokens)
     last = max_tokens - 1
-    counts = []
-    for query in (last - 1, last):
-        seen = visible(none, none, torch.tensor(query), keys).expand(max_tokens)
-        counts.append(int(seen.sum()))
-        if not torch.equal(seen, (keys <= query) & (keys > query - counts[-1])):
-            raise ValueError("it has gaps, or looks ahead")
-    if counts == [last, last + 1]:
-        return None
-    if counts[0] != counts[1]:
+    before, seen = (_seen_by(visible, query, max_tokens) for query in (last - 1, last))
+    view = _view_behind(seen)
+    if before[last] or not torch.equal(seen, _seen_through(view, last, max_tokens)):
+        raise ValueError("it has gaps, or looks ahead")
+    if not torch.equal(before, _seen_through(view, last - 1, max_tokens)):
         raise ValueError("it is cut into chunks")
-    return counts[0]
+    return view
+
+
+def _seen_by(visible: MaskFunction, query: int, max_tokens: int) -> Tensor:
+    """[max_tokens], True for what the query may see."""
+    none, keys = torch.tensor(0), torch.arange(max_tokens)
+    return visible(none, none, torch.tensor(query), keys).expand(max_tokens)
+
+
+def _view_behind(seen: Tensor) -> View:
+    """The view that the last token would have: what it sees up to the first hidden token, and from behind the last."""
+    hidden = (~seen).nonzero().flatten().tolist()
+    return View(len(seen) - 1 - hidden[-1], hidden[0]) if hidden else WHOLE_VIEW
+
+
+def _seen_through(view: View, query: int, max_tokens: int) -> Tensor:
+    keys = torch.arange(max_tokens)
+    return (keys <= query) & ((keys >= view.first_visible(query)) | (keys < view.num_sink_tokens))
 
 
 def _short_pass(model: PreTrainedModel, cache: NotedCache | None) -> None:
@@ -119,10 +132,11 @@ class _Probe:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self._layers:
             raise UnsupportedModelError(f"{name_of(self._model)} calls attention more than once a layer")
-        window, shared_with = self._window(index, attention_mask), self._owner(key, value)
-        layer = LayerKV(key.shape[1], key.shape[3], value.shape[3], window, shared_with)
+        view, shared_with = self._view(index, attention_mask), self._owner(key, value)
+        layer = LayerKV(key.shape[1], key.shape[3], value.shape[3], shared_with=shared_with)
         if self._cache is not None:
-            layer = self._cache.latent_layer(index, key, value, window) or layer
+            layer = self._cache.latent_layer(index, key, value) or layer
+        layer = replace(layer, window=view.window, num_sink_tokens=view.num_sink_tokens)
         read_rules(layer, kwargs, query.shape[-1])
         self._layers[index] = layer
         self._states.append((index, key, value))
@@ -143,14 +157,14 @@ class _Probe:
             )
         return tuple(self._layers[index] for index in range(num_layers))
 
-    def _window(self, index: int, mask: Tensor | None) -> int | None:
+    def _view(self, index: int, mask: Tensor | None) -> View:
         visible = next((function for ours, function in self._masks if ours is mask), None)
         if visible is None:
             raise UnsupportedModelError(
                 f"{name_of(self._model)} makes the attention mask of layer {index} by itself; it cannot be served"
             )
         try:
-            return window_of(visible, self._max_tokens)
+            return view_of(visible, self._max_tokens)
         except ValueError as error:
             raise UnsupportedModelError(
                 f"{name_of(self._model)} has an attention mask in layer {index} that cannot be served: {error}"

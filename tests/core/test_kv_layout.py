@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.kv_layout import KVGroup, KVLayout, LayerKV, max_live_blocks
+from paceline.core.kv_layout import KVGroup, KVLayout, LayerKV, View
 from tests.factories import make_layout
 
 
@@ -56,7 +56,7 @@ def _windows(*windows: int | None) -> KVLayout:
 
 
 def _group_shapes(layout: KVLayout) -> list[tuple[int | None, int]]:
-    return [(group.window, len(group.layers)) for group in layout.groups]
+    return [(group.view.window, len(group.layers)) for group in layout.groups]
 
 
 def test_layers_with_one_view_are_one_group() -> None:
@@ -93,7 +93,7 @@ def test_layers_that_share_belong_together() -> None:
     """A layer that reads another one's keys is in its group, which sees as much as either of them."""
     layers = (LayerKV(1, 8, 8), LayerKV(1, 8, 8, window=4), LayerKV(1, 8, 8, window=6, shared_with=1))
     groups = KVLayout(layers, 4, "float32").groups
-    assert [(group.window, group.layers) for group in groups] == [(None, (0,)), (6, (1, 2))]
+    assert [(group.view.window, group.layers) for group in groups] == [(None, (0,)), (6, (1, 2))]
 
 
 @given(
@@ -102,10 +102,13 @@ def test_layers_that_share_belong_together() -> None:
 def test_a_window_touches_no_more_blocks_than_it_is_given(
     window: int, step: int, start: int, block_size: int
 ) -> None:
-    """Wherever a step begins, what its tokens see and write lies in at most `max_live_blocks`."""
-    first = KVGroup(window).first_visible(start) // block_size
-    last = (start + step - 1) // block_size
-    assert last - first + 1 <= max_live_blocks(window, step, block_size)
+    """Wherever a step begins, what its tokens see and write lies in at most `max_live_blocks`, sinks included."""
+    for num_sink_tokens in (0, 1, 9):
+        group = KVGroup(View(window, num_sink_tokens))
+        num_blocks = -(-(start + step) // block_size)
+        seen = group.blocks_seen(start, num_blocks, block_size)
+        assert len(seen) <= group.max_live_blocks(step, block_size)
+        assert set(seen) >= {position // block_size for position in range(min(start, num_sink_tokens))}
 
 
 def test_a_window_costs_only_its_window() -> None:

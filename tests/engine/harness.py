@@ -186,9 +186,19 @@ def fill(
 
 def places(groups: Sequence[KVGroup], num_tokens: int) -> list[tuple[int, int]]:
     """What a hand-over of so many tokens moves: (which block, of which group), in order."""
-    return [
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    return sorted(
         (ordinal, index)
-        for ordinal in range(-(-num_tokens // BLOCK_SIZE))
         for index, group in enumerate(groups)
-        if (ordinal + 1) * BLOCK_SIZE > group.first_visible(num_tokens)
-    ]
+        for ordinal in range(num_blocks)
+        if any(
+            group_sees(group, num_tokens, position)
+            for position in range(ordinal * BLOCK_SIZE, (ordinal + 1) * BLOCK_SIZE)
+        )
+    )
+
+
+def group_sees(group: KVGroup, position: int, other: int) -> bool:
+    """Whether the token at `position` sees the one at `other`."""
+    window, num_sink_tokens = group.view
+    return other <= position and (window is None or position - other < window or other < num_sink_tokens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import LayerKV
+from paceline.core.kv_layout import LayerKV, View
 from paceline.engine.attention import AttentionRules, attend, read_rules
 
 LAYER = LayerKV(2, key_dim=16, value_dim=16)
@@ -21,8 +21,8 @@ def _by_definition(query: Tensor, keys: Tensor, values: Tensor, rules: Attention
     for head in range(num_heads):
         for row in range(num_queries):
             position = context - num_queries + row
-            first = 0 if rules.window is None else max(0, position - rules.window + 1)
-            seen = range(first, position + 1)
+            first = rules.view.first_visible(position)
+            seen = [*range(min(first, rules.view.num_sink_tokens)), *range(first, position + 1)]
             logits = [float(query[head, row] @ keys[head // group, k]) * rules.scaling for k in seen]
             if rules.softcap is not None:
                 logits = [math.tanh(x / rules.softcap) * rules.softcap for x in logits]
@@ -48,9 +48,27 @@ def test_attention_equals_its_definition(
     torch.manual_seed(num_queries)
     query, keys, values = torch.randn(4, num_queries, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 6)
     sinks = torch.randn(4) if with_sinks else None
-    rules = AttentionRules(0.3, window, softcap, sinks)
+    rules = AttentionRules(0.3, View(window), softcap, sinks)
     expected = _by_definition(query, keys, values, rules)
     torch.testing.assert_close(attend(query, keys, values, rules), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 4])
+@pytest.mark.parametrize("num_sink_tokens", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_what_nobody_sees_between_sinks_and_window_may_be_left_out(
+    num_queries: int, num_sink_tokens: int, softcap: float | None
+) -> None:
+    """The sinks and the window alone give what the whole context gives."""
+    torch.manual_seed(num_queries)
+    query, keys, values = torch.randn(4, num_queries, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 6)
+    rules = AttentionRules(0.3, View(3, num_sink_tokens), softcap)
+    expected = _by_definition(query, keys, values, rules)
+    torch.testing.assert_close(attend(query, keys, values, rules), expected, atol=1e-5, rtol=0)
+    first = rules.view.first_visible(12 - num_queries)
+    there = [*range(num_sink_tokens), *range(first, 12)]
+    out = attend(query, keys[:, there], values[:, there], rules, num_left_out=12 - len(there))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
 def test_what_a_layer_asks_for_is_honoured() -> None:
@@ -66,9 +84,9 @@ def test_what_a_layer_asks_for_is_honoured() -> None:
 def test_the_window_is_the_layer_s_own() -> None:
     """What the call says about it does not count: the layer's mask was asked."""
     windowed = LayerKV(2, key_dim=16, value_dim=16, window=4)
-    assert read_rules(windowed, {}, 16).window == 4
-    assert read_rules(windowed, {"sliding_window": 9}, 16).window == 4
-    assert read_rules(LAYER, {"sliding_window": 9}, 16).window is None
+    assert read_rules(windowed, {}, 16).view.window == 4
+    assert read_rules(windowed, {"sliding_window": 9}, 16).view.window == 4
+    assert read_rules(LAYER, {"sliding_window": 9}, 16).view.window is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.block_hash import chain_root, hash_full_blocks
-from paceline.core.kv_layout import KVGroup
+from paceline.core.kv_layout import KVGroup, View
 from paceline.core.request import FirstToken
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_prefix import TokenChain, find_prefix
@@ -12,7 +12,7 @@ from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle, places
 from tests.factories import BLOCK_SIZE, GREEDY, make_spec
 
-WINDOW = KVGroup(window=6)
+WINDOW = KVGroup(View(6))
 GROUPS = (KVGroup(), WINDOW, WINDOW)
 PROMPT = tuple(range(40))
 ROOT = chain_root(b"model", "")

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import KVLayout, LayerKV
+from paceline.core.kv_layout import KVLayout, LayerKV, View
 from paceline.engine.conformance.architectures import WINDOW, build_tiny
-from paceline.engine.probe import MaskFunction, probe_layers, window_of
+from paceline.engine.probe import MaskFunction, probe_layers, view_of
 
 
 def _layers(name: str, max_tokens: int = 256) -> tuple[LayerKV, ...]:
@@ -67,16 +67,26 @@ def _window(size: int) -> MaskFunction:
     return lambda _batch, _head, query, key: (key <= query) & (key > query - size)
 
 
+def _with_sinks(mask: MaskFunction, num_sink_tokens: int) -> MaskFunction:
+    return lambda batch, head, query, key: (
+        mask(batch, head, query, key) | ((key < num_sink_tokens) & (key <= query))
+    )
+
+
 def _chunks(size: int) -> MaskFunction:
     return lambda _batch, _head, query, key: (key <= query) & (key // size == query // size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31])
 def test_a_window_is_read_from_its_mask(size: int) -> None:
-    """Its size is how many tokens a query far behind sees; all of them is none."""
-    assert window_of(_window(size), 32) == size
-    assert window_of(_window(size + 32), 32) is None
-    assert window_of(_causal, 32) is None
+    """Its size is how many tokens a query far behind sees; all of them is none. Sinks are the first, seen by all."""
+    assert view_of(_window(size), 32) == View(size)
+    assert view_of(_window(size + 32), 32) == View()
+    assert view_of(_causal, 32) == View()
+    for num_sink_tokens in range(1, 32 - size):
+        mask = _with_sinks(_window(size), num_sink_tokens)
+        assert view_of(mask, 32) == View(size, num_sink_tokens)
+    assert view_of(_with_sinks(_window(size), 32 - size), 32) == View()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_a_window_is_read_from_its_mask(size: int) -> None:
     [
         _chunks(8),
         _chunks(31),
-        lambda _batch, _head, query, key: (key < 4) | (key > query - 8) & (key <= query),
+        lambda _batch, _head, query, key: (key % 4 == 0) | (key > query - 8) & (key <= query),
         lambda _batch, _head, query, key: key <= query + 1,
         lambda _batch, _head, query, key: key < query,
     ],
@@ -93,4 +103,4 @@ def test_a_window_is_read_from_its_mask(size: int) -> None:
 def test_any_other_mask_is_not_a_window(mask: MaskFunction) -> None:
     """Chunks, gaps and looking ahead are no windows, whatever a single query sees."""
     with pytest.raises(ValueError, match=r"gaps|chunks"):
-        window_of(mask, 32)
+        view_of(mask, 32)

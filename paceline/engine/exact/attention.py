@@ -37,7 +37,7 @@ def exact_paged_attention(
     """In place of attention.py's paged_attention: the same arguments, and the same result but for rounding."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
     geometry = geometry_of(context.cache, layer, num_heads=query.shape[1])
-    key_of_plans = geometry, context.cache.group_of[layer], rules.window
+    key_of_plans = geometry, context.cache.group_of[layer], rules.view
     if key_of_plans not in context.shared:
         context.shared[key_of_plans] = make_plans(context.batch, *key_of_plans)
     plans = context.shared[key_of_plans]

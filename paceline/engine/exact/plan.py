@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.core.kv_layout import View
 from paceline.engine.exact.partial import CHUNK_TILE_TOKENS, Geometry, agreeing_items, fill_rows
 from paceline.engine.exact.rungs import cover
 from paceline.engine.forward_batch import ForwardBatch, QueryRange
@@ -54,19 +55,15 @@ class _Item:
     blocks: Tensor
 
 
-def make_plans(
-    batch: ForwardBatch, geometry: Geometry, kv_group: int, window: int | None
-) -> tuple[Plan, ...]:
+def make_plans(batch: ForwardBatch, geometry: Geometry, kv_group: int, view: View) -> tuple[Plan, ...]:
     """One for the decodes and one for the chunks, where there are any."""
     decodes = [part for part in batch.queries if part.last - part.first == 1]
     chunks = [part for part in batch.queries if part.last - part.first > 1]
     groups = ((decodes, 1), (chunks, CHUNK_TILE_TOKENS))
-    return tuple(_make_plan(parts, height, geometry, kv_group, window) for parts, height in groups if parts)
+    return tuple(_make_plan(parts, height, geometry, kv_group, view) for parts, height in groups if parts)
 
 
-def _make_plan(
-    parts: list[QueryRange], height: int, geometry: Geometry, kv_group: int, window: int | None
-) -> Plan:
+def _make_plan(parts: list[QueryRange], height: int, geometry: Geometry, kv_group: int, view: View) -> Plan:
     rows: list[Tensor] = []
     positions: list[Tensor] = []
     items: list[_Item] = []
@@ -75,7 +72,7 @@ def _make_plan(
         splits = _splits_of(part.block_tables[kv_group], geometry)
         for first in range(start, part.context, height):
             last = min(first + height, part.context) - 1
-            items += _items_of(len(rows), first, last, splits, geometry, window)
+            items += _items_of(len(rows), first, last, splits, geometry, view)
             positions.append(torch.arange(first, first + height).clamp(max=last))
             rows.append(positions[-1] - start + part.first)
     # Whole ones first: in a call, the others stand together at its end.
@@ -83,7 +80,7 @@ def _make_plan(
     rungs = agreeing_items(geometry, height, torch.get_num_threads())
     row_positions = fill_rows(torch.stack(positions).repeat_interleave(geometry.group, 1), axis=1)
     calls = tuple(
-        _make_call(_repeat_last(items[first:last], size), row_positions, geometry, window)
+        _make_call(_repeat_last(items[first:last], size), row_positions, geometry, view)
         for first, last, size in cover(len(items), rungs)
     )
     return Plan(torch.stack(rows), max(item.ordinal for item in items) + 1, calls)
@@ -96,12 +93,16 @@ def _splits_of(block_table: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _items_of(
-    tile: int, first: int, last: int, splits: Tensor, geometry: Geometry, window: int | None
+    tile: int, first: int, last: int, splits: Tensor, geometry: Geometry, view: View
 ) -> list[_Item]:
     """Those of the tile whose tokens stand at positions first to last."""
     size = geometry.split_tokens
-    seen_from = 0 if window is None else max(0, first - window + 1)
-    all_see_from = 0 if window is None else max(0, last - window + 1)
+    seen_from, all_see_from = view.first_visible(first), view.first_visible(last)
+    num_sink_splits = -(-view.num_kept(seen_from) // size)
+    splits_seen = [
+        *range(min(num_sink_splits, seen_from // size)),
+        *range(seen_from // size, last // size + 1),
+    ]
     return [
         _Item(
             tile=tile,
@@ -109,21 +110,25 @@ def _items_of(
             first_key=split * size,
             seen_from=seen_from,
             seen_to=last + 1,
-            is_whole=all_see_from <= split * size and (split + 1) * size <= first + 1,
+            is_whole=(all_see_from <= split * size or (split + 1) * size <= view.num_sink_tokens)
+            and (split + 1) * size <= first + 1,
             blocks=splits[split],
         )
-        for ordinal, split in enumerate(range(seen_from // size, last // size + 1))
+        for ordinal, split in enumerate(splits_seen)
     ]
 
 
-def _make_call(items: list[_Item], row_positions: Tensor, geometry: Geometry, window: int | None) -> Call:
+def _make_call(items: list[_Item], row_positions: Tensor, geometry: Geometry, view: View) -> Call:
     tile = torch.tensor([item.tile for item in items])
     num_whole = sum(item.is_whole for item in items)
     edges = items[num_whole:]
     first_keys = torch.tensor([item.first_key for item in edges], dtype=torch.long)
     keys = first_keys.unsqueeze(1) + torch.arange(geometry.split_tokens)
     distance = row_positions[tile[num_whole:]].unsqueeze(2) - keys.unsqueeze(1)
-    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    is_sink = keys < view.num_sink_tokens
+    hidden = distance < 0
+    if view.window is not None:
+        hidden |= (distance >= view.window) & ~is_sink.unsqueeze(1)
     seen = torch.tensor([(item.seen_from, item.seen_to) for item in edges], dtype=torch.long).view(-1, 2)
     return Call(
         tile=tile,
@@ -131,7 +136,7 @@ def _make_call(items: list[_Item], row_positions: Tensor, geometry: Geometry, wi
         blocks=torch.stack([item.blocks for item in items]),
         num_whole=num_whole,
         hidden=hidden.unsqueeze(1),
-        unseen=((keys < seen[:, :1]) | (keys >= seen[:, 1:]))[:, None, :, None],
+        unseen=(((keys < seen[:, :1]) & ~is_sink) | (keys >= seen[:, 1:]))[:, None, :, None],
     )
 
 

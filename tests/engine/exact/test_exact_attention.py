@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.kv_layout import KVLayout, LayerKV
+from paceline.core.kv_layout import KVLayout, LayerKV, View
 from paceline.engine.attention import AttentionRules, attend
 from paceline.engine.exact.attention import exact_attention, geometry_of
 from paceline.engine.exact.plan import make_plans
@@ -15,10 +15,12 @@ HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_SIZE = 6, 2, 16, 12, 8
 CONTEXT = 300  # three splits, the last one not full
 RULES = {
     "plain": AttentionRules(0.3),
-    "window": AttentionRules(0.3, window=20),
-    "long window": AttentionRules(0.3, window=200),
+    "window": AttentionRules(0.3, View(20)),
+    "long window": AttentionRules(0.3, View(200)),
+    "window behind sinks": AttentionRules(0.3, View(20, 10)),
+    "window behind many sinks": AttentionRules(0.3, View(20, 140)),
     "soft cap": AttentionRules(0.3, softcap=0.5),
-    "sinks": AttentionRules(0.3, window=50, sinks=torch.linspace(-1, 1, HEADS)),
+    "sinks": AttentionRules(0.3, View(50), sinks=torch.linspace(-1, 1, HEADS)),
 }
 
 
@@ -53,7 +55,7 @@ class _Memory:
         empty = torch.empty(0)
         batch = ForwardBatch(empty, empty, (empty,), tuple(queries), empty, (), empty, ())
         geometry = geometry_of(self.cache, 0, HEADS)
-        plans = make_plans(batch, geometry, 0, rules.window)
+        plans = make_plans(batch, geometry, 0, rules.view)
         rows = torch.cat([self.query[start:end] for start, end in parts])
         out = exact_attention(self.cache, 0, rows, plans, geometry, rules)
         return [out[query.first : query.last] for query in queries]
