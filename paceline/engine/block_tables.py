@@ -7,17 +7,30 @@ table of a group with a window holds only those ordinals that some token still t
     windowed one   [ .  .  .  .  4  5  6 ]     . let go, or never needed
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from paceline.core.block_hash import BlockHash, group_hash
-from paceline.core.kv_layout import BlockId, KVGroup, max_live_blocks
+from paceline.core.kv_layout import BlockId, max_live_blocks
 from paceline.core.ticket import ReadyBlock
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_block import CachedBlock, witness
 from paceline.engine.cached_prefix import CachedPrefix, TokenChain, first_needed
+from paceline.engine.group_table import GroupTable
 from paceline.engine.step import BlockTable
+
+
+class BlockContent(Protocol):
+    """What lies in the blocks, as far as books about them need it."""
+
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        """Makes `target` hold what `source` holds."""
+        ...
+
+    def checksum(self, block_id: BlockId) -> int:
+        """XXH3-64 of the block's bytes."""
+        ...
 
 
 class _Place(NamedTuple):
@@ -25,38 +38,12 @@ class _Place(NamedTuple):
     group: int
 
 
-@dataclass(slots=True, eq=False)
-class GroupTable:
-    """One group's blocks. `pledged` blocks are set aside for it in the pool, if it has a window."""
-
-    index: int
-    group: KVGroup
-    block_ids: list[BlockId | None] = field(default_factory=list)
-    first: int = 0  # the ordinals before it were let go
-    pledged: int = 0
-    checksums: list[int] = field(default_factory=list)  # of complete blocks; 0 where there is none any more
-    # The chain of cached blocks that carries the sequence's prefix: its last one, and its length. It is shorter than
-    # `checksums` after a hash collision; then it grows no more.
-    last_cached: CachedBlock | None = None
-    num_cached: int = 0
-
-    @property
-    def is_windowed(self) -> bool:
-        """Whether it lets blocks go."""
-        return self.group.window is not None
-
-    @property
-    def held_ids(self) -> list[BlockId]:
-        """What it holds, in order."""
-        return [block_id for block_id in self.block_ids[self.first :] if block_id is not None]
-
-
 class SequenceBlocks:
     """The tables of one sequence; empty until `reserve`, and again after `release`."""
 
-    def __init__(self, pool: BlockPool, checksum: Callable[[BlockId], int]) -> None:
+    def __init__(self, pool: BlockPool, content: BlockContent) -> None:
         self._pool = pool
-        self._checksum = checksum
+        self._content = content
         self.tables = [GroupTable(index, group) for index, group in enumerate(pool.groups)]
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
         self._places: list[_Place] = []
@@ -103,6 +90,26 @@ class SequenceBlocks:
                 self._pledge(table, self._shortage(table, end))
         self._fill_tables(end, whole_end=end)
 
+    # -- parting
+
+    def num_needed_to_fork(self, num_tokens: int) -> int:
+        """Blocks that must be available for one more sequence with the same `num_tokens` tokens, once they are computed."""
+        end, is_partial = self._num_blocks_for(num_tokens), num_tokens % self._pool.block_size > 0
+        firsts = first_needed(self._pool, 0, num_tokens)
+        return sum(
+            end - first if table.is_windowed else is_partial
+            for table, first in zip(self.tables, firsts, strict=True)
+        )
+
+    def fork(self, num_tokens: int) -> "SequenceBlocks":
+        """Another sequence's tables with the same `num_tokens` computed tokens. The caller has checked the room.
+
+        Full blocks are shared; nobody writes to them any more. A partial last one is copied, since both go on in it.
+        """
+        other = SequenceBlocks(self._pool, self._content)
+        other.tables = [self._fork_table(table, num_tokens // self._pool.block_size) for table in self.tables]
+        return other
+
     # -- results
 
     def seal(self, num_computed_tokens: int, chain: TokenChain) -> None:
@@ -111,7 +118,7 @@ class SequenceBlocks:
         for table in self.tables:
             for ordinal in range(len(table.checksums), num_full):
                 block_id = table.block_ids[ordinal]
-                table.checksums.append(0 if block_id is None else self._checksum(block_id))
+                table.checksums.append(0 if block_id is None else self._content.checksum(block_id))
                 # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
                 if table.num_cached == ordinal < len(chain.block_hashes):
                     self._publish(table, ordinal, chain)
@@ -177,7 +184,9 @@ class SequenceBlocks:
             block_id = self._id_at(place)
             is_full = place.ordinal < len(checksums)
             ready.append(
-                ReadyBlock(block_id, checksums[place.ordinal] if is_full else self._checksum(block_id))
+                ReadyBlock(
+                    block_id, checksums[place.ordinal] if is_full else self._content.checksum(block_id)
+                )
             )
         return tuple(ready)
 
@@ -241,6 +250,21 @@ class SequenceBlocks:
             )
         if cached is not None:
             table.last_cached, table.num_cached = cached, ordinal + 1
+
+    def _fork_table(self, table: GroupTable, num_full: int) -> GroupTable:
+        assert len(table.checksums) == num_full, "what is full is sealed before it is shared"
+        other = replace(
+            table, block_ids=table.block_ids[:num_full], checksums=list(table.checksums), pledged=0
+        )
+        if table.is_windowed:
+            self._pledge(other, table.pledged)
+        self._pool.share(other.held_ids)
+        for block_id in table.block_ids[num_full:]:
+            assert block_id is not None, "the last block is seen by the next token"
+            (copy,) = self._pool.allocate(1, table.index)
+            self._content.copy(block_id, copy)
+            other.block_ids.append(copy)
+        return other
 
     def _pledge(self, table: GroupTable, num_blocks: int) -> None:
         self._pool.pledge(num_blocks)

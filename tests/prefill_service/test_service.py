@@ -93,7 +93,7 @@ async def test_a_prompt_gives_ticket_progress_and_first_token(worker: Worker, ch
     assert (ticket.owner_id, ticket.boot_epoch) == worker.key
     assert (ticket.owner_address, ticket.fingerprint) == (worker.address, worker.loaded.fingerprint)
     assert [r.progress.computed_tokens for r in responses[1:4]] == [8, 16, 18]
-    first = first_token_from_proto(responses[-1].result.first_token)
+    first = first_token_from_proto(responses[-1].result.first_tokens[0])
     assert first == FirstToken(output_of(SPEC)[0])
 
 
@@ -131,7 +131,7 @@ async def test_a_first_token_that_ends_the_output_says_so(
 ) -> None:
     """The limit counts from the first token."""
     responses = await _all(_prefill(channels, worker, make_spec(max_tokens=max_tokens)))
-    first = first_token_from_proto(responses[-1].result.first_token)
+    first = first_token_from_proto(responses[-1].result.first_tokens[0])
     assert first.finish_reason is (FinishReason.LENGTH if max_tokens == 1 else None)
 
 
@@ -153,7 +153,7 @@ async def test_a_router_that_leaves_early_gives_everything_back(
     runner.open()
     await until(lambda: worker.is_idle)
     await require_empty(worker)
-    assert (await _all(_prefill(channels, worker, make_spec("next"))))[-1].result.first_token.token_id
+    assert (await _all(_prefill(channels, worker, make_spec("next"))))[-1].result.first_tokens[0].token_id
 
 
 async def test_a_repeated_call_does_not_harm_the_first(
@@ -166,7 +166,7 @@ async def test_a_repeated_call_does_not_harm_the_first(
     assert (await _refusal(channels, worker, SPEC)).reason == "INVARIANT"
     runner.open()
     responses = await first
-    assert responses[-1].result.first_token.token_id == output_of(SPEC)[0]
+    assert responses[-1].result.first_tokens[0].token_id == output_of(SPEC)[0]
     assert worker.leases.stats().num_active == 1
     assert (await _refusal(channels, worker, SPEC)).reason == "INVARIANT"
     assert _release(worker, responses) == [LeaseState.VALID]
