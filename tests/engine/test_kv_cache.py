@@ -106,3 +106,13 @@ def test_a_layer_that_shares_reads_what_the_other_has_written() -> None:
     assert torch.equal(cache.keys[2][1, 1:3], keys)
     assert torch.equal(cache.values[2][1, 1:3], values)
     assert cache.block_bytes == KVCache(LAYOUT, 1).block_bytes
+
+
+def test_a_copied_block_holds_the_same_in_every_layer() -> None:
+    """All bytes go over, and a later write to one of the two leaves the other alone."""
+    cache = _filled()
+    cache.copy(BlockId(0), BlockId(2))
+    before = bytes(cache.read(BlockId(0)))
+    assert cache.read(BlockId(2)) == before
+    cache.write(BlockId(2), 0, bytes(8))
+    assert cache.read(BlockId(0)) == before

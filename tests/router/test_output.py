@@ -229,9 +229,9 @@ def test_each_candidate_has_its_own_text_stop_string_and_end(
     responses = _take(output, *events)
     assert output.has_ended(1)
     assert not output.has_ended(0)
-    assert output.finish_reason is None
+    before = output.finish_reason
     later = output.take(Tokens(other, FinishReason.LENGTH, (), 0))
-    assert output.finish_reason is FinishReason.LENGTH
+    assert (before, output.finish_reason) == (None, FinishReason.LENGTH)
     assert [response.index for response in responses] == [0, 0, *[1] * (len(responses) - 2)]
     assert {response.index for response in later} == {0}
     assert (_text(responses), _text(later)) == ("one two ", "four")
