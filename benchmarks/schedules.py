@@ -124,7 +124,7 @@ class WatchedRunner(ModelRunner):
         return logits
 
     def _show_sampled(self, logits: Tensor) -> None:
-        sampling = [item for item in self._output.scheduled if item.sample is not None]
+        sampling = [item for item in self._output.scheduled if item.samples]
         for item, row in zip(sampling, logits, strict=True):
             self._witness.see_logits(tuple(self._texts[item.sequence_id][: item.end]), row)
 
@@ -149,7 +149,7 @@ def _counts_of(output: SchedulerOutput) -> Counts:
     lengths = [len(item.token_ids) for item in output.scheduled]
     return Counts(
         num_steps=1,
-        num_chunks=sum(item.sample is None for item in output.scheduled),
+        num_chunks=sum(not item.samples for item in output.scheduled),
         num_mixed_steps=int(len(lengths) > 1 and max(lengths) > 1 and min(lengths) == 1),
     )
 
@@ -203,7 +203,7 @@ class _Schedule:
         pairs = list(zip(self._source.ready_ids(sequence_id), reserved.block_ids, strict=True))
         for theirs, ours in pairs[reserved.num_held :]:
             self._target.runner.memory.write(ours, 0, bytes(self._source.runner.memory.read(theirs)))
-        self._target.engine.commit(sequence_id, FirstToken(first.token_ids[0], first.finish_reason))
+        self._target.engine.commit(sequence_id, [FirstToken(first.token_ids[0], first.finish_reason)])
         self._source.engine.release(sequence_id, asked_at_step=0)
         self._waiting.remove(sequence_id)
 
@@ -237,7 +237,7 @@ class _Side:
         self.runner = WatchedRunner(model, layout, num_blocks, witness, all_logits=rng.random() < 0.5)
         self._pool = BlockPool(num_blocks, layout.block_size, layout.groups)
         config = SchedulerConfig(rng.choice((1, 3, 7, 16, 33, 64, 256)), max_num_seqs=rng.randint(2, 6))
-        self.engine = Engine(Scheduler(config, self._pool, self.runner.memory.checksum), self.runner)
+        self.engine = Engine(Scheduler(config, self._pool, self.runner.memory), self.runner)
         self._said: dict[SequenceId, list[Event]] = {}
 
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:

@@ -34,7 +34,8 @@ class DecodeSession:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._live: set[SequenceId] = set()
+        # The candidates of each sequence that have not ended.
+        self._live: dict[SequenceId, set[int]] = {}
         self._reservations: dict[SequenceId, asyncio.Future[Reserved]] = {}
         self._hand_overs: dict[SequenceId, asyncio.Task[None]] = {}
         self._outbox: list[decode_pb2.SequenceEvent] = []
@@ -54,7 +55,7 @@ class DecodeSession:
         except PacelineError as error:
             self._send_failed(sequence_id, error)
             return
-        self._live.add(sequence_id)
+        self._live[sequence_id] = set(spec.candidates)
         if message.HasField("ticket"):
             hand_over = asyncio.create_task(self._hand_over(spec, ticket_from_proto(message.ticket)))
             self._hand_overs[sequence_id] = hand_over
@@ -64,8 +65,12 @@ class DecodeSession:
             self._worker.engine.submit(spec, SequenceRole.GENERATE, self._take)
 
     def cancel(self, message: decode_pb2.Cancel) -> None:
-        """Gives one attempt up."""
-        self._give_up(SequenceId(RequestId(message.request_id), message.attempt))
+        """Gives one attempt up, or one candidate of it."""
+        sequence_id = SequenceId(RequestId(message.request_id), message.attempt)
+        if not message.HasField("candidate"):
+            self._give_up(sequence_id)
+        elif message.candidate in self._live.get(sequence_id, ()):
+            self._give_up_candidate(sequence_id, message.candidate)
 
     def end(self) -> None:
         """Nothing more will come from the router."""
@@ -121,9 +126,13 @@ class DecodeSession:
                 duration_s=time.monotonic() - started_s,
             ),
         )
-        if received.first_token.finish_reason is not None:
-            self._live.discard(sequence_id)
-        self._worker.engine.commit(sequence_id, received.first_token)
+        # Those that have been cancelled meanwhile do not begin.
+        live = self._live.get(sequence_id, set())
+        first_tokens = [first for first in received.first_tokens if first.candidate in live]
+        for first in first_tokens:
+            if first.finish_reason is not None:
+                self._note_end(sequence_id, first.candidate)
+        self._worker.engine.commit(sequence_id, first_tokens)
 
     async def _reserve(self, spec: SequenceSpec) -> Reserved:
         reservation: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
@@ -132,18 +141,37 @@ class DecodeSession:
         return await reservation
 
     def _fail_hand_over(self, sequence_id: SequenceId, error: Exception) -> None:
-        self._live.discard(sequence_id)
+        self._live.pop(sequence_id, None)
         if not isinstance(error, PacelineError):
             log.error("hand_over_failed", request_id=sequence_id.request_id, exc_info=error)
         self._send_failed(sequence_id, as_paceline_error(error))
 
     def _give_up(self, sequence_id: SequenceId) -> None:
-        self._live.discard(sequence_id)
-        hand_over = self._hand_overs.get(sequence_id)
-        if hand_over is not None and not hand_over.done():
+        self._live.pop(sequence_id, None)
+        hand_over = self._receiving(sequence_id)
+        if hand_over is not None:
             hand_over.cancel()
         else:
             self._worker.engine.release(sequence_id)
+
+    def _give_up_candidate(self, sequence_id: SequenceId, candidate: int) -> None:
+        if self._live[sequence_id] == {candidate}:
+            self._give_up(sequence_id)
+            return
+        self._note_end(sequence_id, candidate)
+        # Blocks that are still being filled are the others' too; the commit leaves the candidate out.
+        if self._receiving(sequence_id) is None:
+            self._worker.engine.release_candidate(sequence_id, candidate)
+
+    def _receiving(self, sequence_id: SequenceId) -> asyncio.Task[None] | None:
+        hand_over = self._hand_overs.get(sequence_id)
+        return None if hand_over is None or hand_over.done() else hand_over
+
+    def _note_end(self, sequence_id: SequenceId, candidate: int) -> None:
+        live = self._live.get(sequence_id, set())
+        live.discard(candidate)
+        if not live:
+            self._live.pop(sequence_id, None)
 
     # -- what the engine says
 
@@ -165,7 +193,7 @@ class DecodeSession:
                 self._send(event.sequence_id, prompt_scored=scored)
             case NewTokens():
                 if event.finish_reason is not None:
-                    self._live.discard(event.sequence_id)
+                    self._note_end(event.sequence_id, event.candidate)
                 self._send(event.sequence_id, tokens=_tokens(event))
             case Failed():
                 self._take_failure(event)
@@ -183,7 +211,7 @@ class DecodeSession:
         if reservation is not None and not reservation.done():
             reservation.set_exception(event.error)
             return
-        self._live.discard(event.sequence_id)
+        self._live.pop(event.sequence_id, None)
         self._send_failed(event.sequence_id, event.error)
 
     def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
@@ -231,4 +259,5 @@ def _tokens(event: NewTokens) -> decode_pb2.SequenceTokens:
         finish_reason=finish_reason_to_proto(event.finish_reason),
         num_preemptions=event.num_preemptions,
         logprobs=map(logprob_to_proto, event.logprobs),
+        candidate=event.candidate,
     )

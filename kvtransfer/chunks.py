@@ -24,9 +24,9 @@ class KvChunk:
 
 @dataclass(frozen=True, slots=True)
 class PullEnd:
-    """Every block has been sent, and this is the token that the prefill ended with."""
+    """Every block has been sent, and these are the tokens that the prefill ended with, one a candidate."""
 
-    first_token: FirstToken
+    first_tokens: tuple[FirstToken, ...]
 
 
 KvMessage = KvChunk | PullEnd

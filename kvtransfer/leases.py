@@ -47,7 +47,8 @@ class Lease:
     block_hashes: tuple[BlockHash, ...]
     # Those that are computed, which are always the first ones; they can be read while later ones are not.
     ready: list[ReadyBlock] = field(default_factory=list)
-    first_token: FirstToken | None = None
+    # One a candidate, once the prefill has its result.
+    first_tokens: tuple[FirstToken, ...] = ()
     phase: LeasePhase = LeasePhase.OPEN
     expires_at_s: float = math.inf
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -104,14 +105,15 @@ class LeaseTable:
         _wake_readers(lease)
         return True
 
-    def complete(self, lease_id: LeaseId, first_token: FirstToken) -> bool:
+    def complete(self, lease_id: LeaseId, first_tokens: Sequence[FirstToken]) -> bool:
         """All blocks are ready and the prefill has its result: the clock starts. False when the lease has ended."""
         lease = self._find(lease_id)
         if lease is None:
             return False
         assert lease.phase is LeasePhase.OPEN, "a lease completes once"
         assert len(lease.ready) == lease.num_blocks, "a lease completes with all of its blocks ready"
-        lease.first_token = first_token
+        assert first_tokens, "a prefill ends with a token for each candidate"
+        lease.first_tokens = tuple(first_tokens)
         lease.phase = LeasePhase.COMPLETE
         lease.expires_at_s = self._clock() + self._ttl_s
         _wake_readers(lease)
@@ -167,13 +169,13 @@ class LeaseTable:
             self.require_held(lease)
         return lease.ready[ordinal]
 
-    async def wait_complete(self, lease: Lease) -> FirstToken:
-        """The first token as soon as the prefill has it; raises as `require_held` does."""
+    async def wait_complete(self, lease: Lease) -> tuple[FirstToken, ...]:
+        """The first token of each candidate as soon as the prefill has them; raises as `require_held` does."""
         self.require_held(lease)
-        while lease.first_token is None:
+        while not lease.first_tokens:
             await lease.changed.wait()
             self.require_held(lease)
-        return lease.first_token
+        return lease.first_tokens
 
     def stats(self) -> LeaseStats:
         """How many leases there are and were."""
@@ -194,7 +196,7 @@ class LeaseTable:
         for lease in self._leases.values():
             is_complete = lease.phase is LeasePhase.COMPLETE
             assert is_complete or lease.phase is LeasePhase.OPEN, "an ended lease is still in the table"
-            assert is_complete == (lease.first_token is not None) == math.isfinite(lease.expires_at_s)
+            assert is_complete == bool(lease.first_tokens) == math.isfinite(lease.expires_at_s)
             assert (
                 len(lease.ready) == lease.num_blocks if is_complete else len(lease.ready) <= lease.num_blocks
             )

@@ -35,9 +35,9 @@ class HandOverTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedKv:
-    """What came: the blocks that travelled, and the first token."""
+    """What came: the blocks that travelled, and the first token of each candidate."""
 
-    first_token: FirstToken
+    first_tokens: tuple[FirstToken, ...]
     num_blocks: int
     num_bytes: int
 
@@ -116,18 +116,18 @@ class HandOver:
         assert len(block_ids) == self._ticket.num_blocks, "reserve one block for each of the ticket's"
         assert 0 <= num_held <= len(self._ticket.block_hashes), "only full blocks can be held"
         landing = Landing(self._store, block_ids, num_held)
-        first_token = await self._pull(num_held, landing)
+        first_tokens = await self._pull(num_held, landing)
         await self._confirm()
         self.is_received = True
-        return ReceivedKv(first_token, len(block_ids) - num_held, landing.num_bytes)
+        return ReceivedKv(first_tokens, len(block_ids) - num_held, landing.num_bytes)
 
-    async def _pull(self, num_held: int, landing: Landing) -> FirstToken:
+    async def _pull(self, num_held: int, landing: Landing) -> tuple[FirstToken, ...]:
         held_hashes = self._ticket.block_hashes[:num_held]
         async with aclosing(self._transport.pull(self._ticket, held_hashes)) as messages:
             while isinstance(message := await self._next(messages), KvChunk):
                 landing.write(message)
         landing.require_all()
-        return message.first_token
+        return message.first_tokens
 
     async def _next(self, messages: AsyncGenerator[KvMessage, None]) -> KvMessage:
         """The next message. A chunk may take long to compute, behind others; but the owner must be there meanwhile."""

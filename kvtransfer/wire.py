@@ -9,7 +9,7 @@ from paceline.v1 import kv_transfer_pb2
 def message_to_proto(message: KvMessage) -> kv_transfer_pb2.PullResponse:
     """One message of a pull."""
     if isinstance(message, PullEnd):
-        end = kv_transfer_pb2.PullEnd(first_token=first_token_to_proto(message.first_token))
+        end = kv_transfer_pb2.PullEnd(first_tokens=map(first_token_to_proto, message.first_tokens))
         return kv_transfer_pb2.PullResponse(end=end)
     chunk = kv_transfer_pb2.KvChunk(
         ordinal=message.ordinal, offset=message.offset, data=message.data, checksum=message.checksum
@@ -24,7 +24,7 @@ def message_from_proto(response: kv_transfer_pb2.PullResponse) -> KvMessage:
         chunk = response.chunk
         return KvChunk(chunk.ordinal, chunk.offset, chunk.data, chunk.checksum)
     if kind == "end":
-        return PullEnd(first_token_from_proto(response.end.first_token))
+        return PullEnd(tuple(map(first_token_from_proto, response.end.first_tokens)))
     raise KvLostError("a message of the pull is of no known kind; run the same version on both workers")
 
 

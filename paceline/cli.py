@@ -59,7 +59,10 @@ def _generate(args: argparse.Namespace) -> None:
 
 async def _one_answer(args: argparse.Namespace, prompt: Prompt) -> None:
     async with PacelineClient(args.address) as client:
-        if args.json:
+        if args.n not in (None, 1):
+            completions = await client.generate_texts(prompt, **generate_options(args))
+            _show(_as_json_array(completions) if args.json else _one_by_one(completions))
+        elif args.json:
             _show(_as_json(await client.generate_text(prompt, **generate_options(args))) + "\n")
         else:
             await _show_answer(client, prompt, generate_options(args), [])
@@ -141,6 +144,17 @@ def _show(text: str) -> None:
 
 def _system(args: argparse.Namespace) -> list[Message]:
     return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def _one_by_one(completions: Sequence[Completion]) -> str:
+    return "".join(
+        f"--- candidate {index} ({completion.finish_reason})\n{completion.text}\n"
+        for index, completion in enumerate(completions)
+    )
+
+
+def _as_json_array(completions: Sequence[Completion]) -> str:
+    return "[" + ",\n".join(map(_as_json, completions)) + "]\n"
 
 
 def _as_json(completion: Completion) -> str:

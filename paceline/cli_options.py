@@ -14,6 +14,7 @@ examples:
   ./run generate - < question.txt               read the prompt from stdin
   ./run generate --raw "Once upon a time"       continue a text, without the chat template
   ./run generate --temperature 0.8 --seed 7 "Tell me a joke."
+  ./run generate -n 3 --temperature 0.8 "Name a colour."
   ./run generate --stop $'\\n' --max-tokens 40 "Name a river."
   ./run generate --json "Hello" | jq .usage     one JSON object, once the answer is complete
 
@@ -44,6 +45,13 @@ def make_parser(*, generate: Command, chat: Command) -> argparse.ArgumentParser:
         "--json", action="store_true", help="print one JSON object instead of streaming"
     )
     for_generate.add_argument(
+        "-n",
+        type=_natural(32),
+        metavar="N",
+        help="N candidates, shown one after the other once all are complete; alike at temperature 0. "
+        "With --json: an array",
+    )
+    for_generate.add_argument(
         "--prompt-logprobs",
         action="store_true",
         help="with --json: log probabilities of the prompt's tokens too, from the second on",
@@ -56,7 +64,7 @@ def make_parser(*, generate: Command, chat: Command) -> argparse.ArgumentParser:
         "chat", parents=[shared], epilog=_CHAT_EXAMPLES, formatter_class=layout, help="a conversation"
     )
     for_chat.add_argument("--system", metavar="TEXT", help=_SYSTEM_HELP)
-    for_chat.set_defaults(run=chat, prompt_logprobs=False)
+    for_chat.set_defaults(run=chat, prompt_logprobs=False, n=None)
     return parser
 
 
@@ -147,5 +155,6 @@ def generate_options(args: argparse.Namespace) -> GenerateOptions:
         prompt_logprobs=args.prompt_logprobs,
         seed=args.seed,
         stop=args.stop,
+        n=args.n,
         timeout_s=args.timeout,
     )

@@ -5,9 +5,10 @@ async with PacelineClient("127.0.0.1:50051") as client:
         print(event.delta.text, end="", flush=True)
 """
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypedDict, TypeGuard, Unpack, cast
 
@@ -47,6 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None  # the same seed, prompt and options give the same answer
     stop: Sequence[str] | None  # the answer ends before the first of these
     stop_token_ids: Sequence[int] | None
+    n: int | None  # how many candidates; they differ by chance, so only with a temperature above 0
     min_tokens: int | None  # no end before so many
     ignore_eos: bool | None
     include_stop: bool | None  # show the stop string that ended the answer
@@ -61,7 +63,7 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `finish_reason` is "stop", "length", "eos" or "aborted"; `logprobs` are there when asked for."""
+    """A whole answer, or one candidate of several. `finish_reason` is "stop", "length", "eos" or "aborted"; `logprobs` are there when asked for."""
 
     request_id: str
     text: str
@@ -87,6 +89,40 @@ class Completion:
     def decode_worker(self) -> str:
         """The worker that generated the last token."""
         return self.timeline.decode_worker
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """One candidate's events, put together."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
+    finish: inference_pb2.Finish = field(default_factory=inference_pb2.Finish)
+
+    def take(self, event: inference_pb2.GenerateResponse) -> None:
+        """The next one."""
+        self.texts.append(event.delta.text)
+        self.token_ids.extend(event.delta.token_ids)
+        self.logprobs.extend(event.delta.logprobs)
+        self.finish.MergeFrom(event.finish)
+
+    def completion(
+        self, accepted: inference_pb2.Accepted, prefill_done: inference_pb2.PrefillDone
+    ) -> Completion:
+        """The whole, with what all candidates have in common."""
+        matched = self.finish.WhichOneof("matched")
+        return Completion(
+            request_id=accepted.request_id,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=_reason_name(self.finish.reason),
+            matched_stop=getattr(self.finish, matched) if matched else None,
+            logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(prefill_done.prompt_logprobs),
+            usage=self.finish.usage,
+            timeline=self.finish.timeline,
+        )
 
 
 class PacelineClient:
@@ -116,6 +152,7 @@ class PacelineClient:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The events of one answer as they come: `event.delta.text` is new text, `event.finish` the end.
 
+        With `n` above 1 the events of all candidates come mixed: `event.index` says whose one is.
         Leaving the loop early, or cancelling the task, cancels the request on the server. If you keep a reference
         to the generator, use `contextlib.aclosing`: Python closes a generator only when nobody holds it.
         """
@@ -124,30 +161,24 @@ class PacelineClient:
 
     async def generate_text(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, once it is complete."""
-        text: list[str] = []
-        token_ids: list[int] = []
-        logprobs: list[generation_pb2.TokenLogprob] = []
-        accepted, finish = inference_pb2.Accepted(), inference_pb2.Finish()
-        prefill_done = inference_pb2.PrefillDone()
+        if (options.get("n") or 1) != 1:
+            raise TypeError("generate_text gives one answer; generate_texts gives n")
+        (completion,) = await self.generate_texts(prompt, **options)
+        return completion
+
+    async def generate_texts(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> tuple[Completion, ...]:
+        """All `n` candidates, by their index, once the last one is complete."""
+        accepted, prefill_done = inference_pb2.Accepted(), inference_pb2.PrefillDone()
+        candidates: defaultdict[int, _Gathered] = defaultdict(_Gathered)
         async for event in self.generate(prompt, **options):
             # An event holds one kind of message; the others are empty and add nothing.
             accepted.MergeFrom(event.accepted)
             prefill_done.MergeFrom(event.prefill_done)
-            text.append(event.delta.text)
-            token_ids.extend(event.delta.token_ids)
-            logprobs.extend(event.delta.logprobs)
-            finish.MergeFrom(event.finish)
-        matched = finish.WhichOneof("matched")
-        return Completion(
-            request_id=accepted.request_id,
-            text="".join(text),
-            token_ids=tuple(token_ids),
-            finish_reason=_reason_name(finish.reason),
-            matched_stop=getattr(finish, matched) if matched else None,
-            logprobs=tuple(logprobs),
-            prompt_logprobs=tuple(prefill_done.prompt_logprobs),
-            usage=finish.usage,
-            timeline=finish.timeline,
+            candidates[event.index].take(event)
+        return tuple(
+            gathered.completion(accepted, prefill_done) for _, gathered in sorted(candidates.items())
         )
 
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout_s: float = 30.0) -> tuple[int, ...]:
@@ -189,6 +220,7 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
         )
     request = inference_pb2.GenerateRequest(
         client_request_id=options.get("client_request_id"),
+        n=options.get("n"),
         sampling=_sampling(options),
         stopping=_stopping(options),
         cache=inference_pb2.CacheOptions(bypass=options.get("bypass_cache")),

@@ -1,4 +1,4 @@
-"""PrefillService: one prompt in, a ticket, progress and the first token out."""
+"""PrefillService: one prompt in, a ticket, progress and the first token of each candidate out."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -53,6 +53,7 @@ class _Prefill:
         self._worker = worker
         self._spec = spec
         self._lease: Lease | None = None
+        self._first_tokens: list[FirstToken] = []
         self._is_submitted = False
 
     async def run(self) -> AsyncIterator[prefill_pb2.PrefillResponse]:
@@ -62,9 +63,13 @@ class _Prefill:
         if not self._is_submitted:
             raise InvariantError(f"{self._spec.sequence_id} is here already")
         async for event in events:
-            yield self._take(event)
             if isinstance(event, NewTokens):
-                return
+                self._first_tokens.append(_first_token(event))
+                if len(self._first_tokens) == len(self._spec.candidates):
+                    yield self._result()
+                    return
+            else:
+                yield self._take(event)
 
     def close(self) -> None:
         """Whatever happened: gives back what no complete lease holds, and nothing of another call."""
@@ -86,15 +91,14 @@ class _Prefill:
             case PromptScored():
                 scored = prompt_scored_to_proto(event.first_index, event.logprobs)
                 return prefill_pb2.PrefillResponse(prompt_scored=scored)
-            case NewTokens():
-                logprob = event.logprobs[0] if event.logprobs else None
-                first = FirstToken(event.token_ids[0], event.finish_reason, logprob)
-                self._worker.leases.complete(self._held.lease_id, first)
-                result = prefill_pb2.PrefillResult(first_token=first_token_to_proto(first))
-                return prefill_pb2.PrefillResponse(result=result)
             case Failed():
                 raise event.error
         raise AssertionError(f"a prefill never gives {type(event).__name__}")
+
+    def _result(self) -> prefill_pb2.PrefillResponse:
+        self._worker.leases.complete(self._held.lease_id, self._first_tokens)
+        result = prefill_pb2.PrefillResult(first_tokens=map(first_token_to_proto, self._first_tokens))
+        return prefill_pb2.PrefillResponse(result=result)
 
     def _start(self, event: Started) -> prefill_pb2.PrefillStarted:
         worker = self._worker
@@ -116,3 +120,8 @@ class _Prefill:
     def _held(self) -> Lease:
         assert self._lease is not None, "Started comes first"
         return self._lease
+
+
+def _first_token(event: NewTokens) -> FirstToken:
+    logprob = event.logprobs[0] if event.logprobs else None
+    return FirstToken(event.token_ids[0], event.finish_reason, logprob, event.candidate)

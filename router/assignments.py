@@ -24,7 +24,7 @@ class Assignments:
         return self._sequences[worker]
 
     @contextmanager
-    def assign(self, route: Route, num_tokens: int) -> Iterator[Callable[[], None]]:
+    def assign(self, route: Route, num_tokens: int, num_sequences: int = 1) -> Iterator[Callable[[], None]]:
         """Counts one attempt to the workers of its route, until its end; call what it gives once the prompt is done."""
         computing, decoding = (route.prefill or route.decode).key, route.decode.key
         pending = Counter({computing: num_tokens})
@@ -34,10 +34,10 @@ class Assignments:
             pending.clear()
 
         self._tokens += pending
-        self._sequences[decoding] += 1
+        self._sequences[decoding] += num_sequences
         try:
             yield prompt_done
         finally:
             prompt_done()
             # In-place subtraction drops what has come to zero, so that nothing of a worker that is gone stays.
-            self._sequences -= Counter([decoding])
+            self._sequences -= Counter({decoding: num_sequences})

@@ -16,12 +16,13 @@ from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 
 
 class DecodeHandle:
-    """One sequence's events, in order; iteration ends by an error or when the reader has what it wants."""
+    """One sequence's events, all candidates', in order; iteration ends by an error or when the reader has what it wants."""
 
-    def __init__(self, link: "DecodeLink", sequence_id: SequenceId, max_buffered: int) -> None:
+    def __init__(self, link: "DecodeLink", spec: SequenceSpec, max_buffered: int) -> None:
         self._link = link
-        self._sequence_id = sequence_id
-        self._max_buffered = max_buffered
+        self._sequence_id = spec.sequence_id
+        self._unfinished = set(spec.candidates)
+        self._max_buffered = max_buffered * len(spec.candidates)
         self._events: deque[decode_pb2.SequenceEvent] = deque()
         self._error: PacelineError | None = None
         self._arrived = asyncio.Event()
@@ -42,6 +43,18 @@ class DecodeHandle:
     def close(self) -> None:
         """Gives the sequence up at the worker, unless it has ended."""
         self._link.give_up(self._sequence_id)
+
+    def keep(self, candidates: set[int]) -> None:
+        """Gives up at the worker whatever else has not ended; these go on."""
+        for candidate in self._unfinished - candidates:
+            self._link.give_up_candidate(self._sequence_id, candidate)
+        self._unfinished &= candidates
+
+    def note_end(self, event: decode_pb2.SequenceEvent) -> bool:
+        """Whether nothing comes after this event."""
+        if event.tokens.finish_reason:
+            self._unfinished.discard(event.tokens.candidate)
+        return event.WhichOneof("event") == "failed" or not self._unfinished
 
     def put(self, event: decode_pb2.SequenceEvent) -> None:
         """Takes an event. A reader who is too far behind loses the sequence, so that memory stays bounded."""
@@ -109,7 +122,7 @@ class DecodeLink:
         submit = decode_pb2.Submit(
             context=context, sequence=sequence, ticket=ticket_to_proto(ticket) if ticket else None
         )
-        handle = DecodeHandle(self, spec.sequence_id, self._max_buffered)
+        handle = DecodeHandle(self, spec, self._max_buffered)
         self._handles[spec.sequence_id] = handle
         self._outbox.put_nowait(decode_pb2.DecodeRequest(submit=submit))
         return handle
@@ -119,6 +132,15 @@ class DecodeLink:
         if self._handles.pop(sequence_id, None) is None:
             return
         cancel = decode_pb2.Cancel(request_id=sequence_id.request_id, attempt=sequence_id.attempt)
+        self._outbox.put_nowait(decode_pb2.DecodeRequest(cancel=cancel))
+
+    def give_up_candidate(self, sequence_id: SequenceId, candidate: int) -> None:
+        """Cancels one candidate of a sequence that is still under way."""
+        if sequence_id not in self._handles:
+            return
+        cancel = decode_pb2.Cancel(
+            request_id=sequence_id.request_id, attempt=sequence_id.attempt, candidate=candidate
+        )
         self._outbox.put_nowait(decode_pb2.DecodeRequest(cancel=cancel))
 
     @property
@@ -143,6 +165,6 @@ class DecodeLink:
             handle = self._handles.get(sequence_id)
             if handle is None:  # given up since
                 continue
-            if event.WhichOneof("event") == "failed" or event.tokens.finish_reason:
+            if handle.note_end(event):
                 del self._handles[sequence_id]
             handle.put(event)

@@ -24,17 +24,17 @@ from paceline.runtime.wire_internal import (
     spec_to_proto,
     ticket_from_proto,
 )
-from paceline.v1 import decode_pb2, engine_pb2, inference_pb2, kv_transfer_pb2, prefill_pb2
-from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
+from paceline.v1 import decode_pb2, engine_pb2, inference_pb2, prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
 from router.decode_link import DecodeHandle, DecodeLink
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
+from router.lease_release import LeaseRelease
+from router.merge import merged
 from router.placement import PromptFacts, Route, WorkerView, place
 from router.prompt_scores import PromptScores
 from router.workers import WorkerRegistry
 
-_RELEASE_TIMEOUT_S = 2.0
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
 _RETRYABLE = (KvError, PeerLostError, DrainingError)
 
@@ -58,37 +58,56 @@ class Dispatcher:
         self._index = index
         self._channels = channels
         self._clock = clock
-        # The loop itself holds tasks only weakly.
-        self._releases: set[asyncio.Task[None]] = set()
+        self._lease_release = LeaseRelease(channels)
 
     async def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
-        """Events until the last token; close the generator to give the request up. Raises PacelineError."""
-        reason = ""
-        for attempt in range(self._config.max_attempts):
-            try:
-                async with aclosing(self._attempt(job, attempt, reason)) as events:
-                    async for event in events:
-                        yield event
-            except _RETRYABLE as error:
-                if attempt + 1 == self._config.max_attempts or self._is_late(job):
-                    raise
-                reason = error.reason
-                job.failed_on.add(job.timeline.prefill_worker)
-                request_id = job.spec.sequence_id.request_id
-                log.warning(
-                    "attempt_failed", request_id=request_id, attempt=attempt, reason=reason, error=str(error)
-                )
-            else:
-                return
+        """Events until the last token of the last candidate; close the generator to give the request up.
+
+        A candidate that the reader has ended, by `job.end`, gives nothing more. Raises PacelineError.
+        """
+        async with aclosing(self._go_on(job, 0, "")) as events:
+            async for event in events:
+                yield event
+
+    async def _go_on(self, job: Job, num_failed: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
+        """Attempt after attempt, `max_attempts` in a row; `num_failed` of them have failed, the last one for `reason`."""
+        parts = job.parts()
+        if len(parts) > 1:
+            streams = [self._go_on(part, num_failed, reason) for part in parts]
+            async with aclosing(merged(streams)) as events:
+                async for event in events:
+                    yield event
+            return
+        attempt = next(job.attempt_numbers)
+        try:
+            async with aclosing(self._attempt(job, attempt, reason)) as events:
+                async for event in events:
+                    yield event
+        except _RETRYABLE as error:
+            if num_failed + 1 == self._config.max_attempts or self._is_late(job):
+                raise
+            reason = error.reason
+            job.failed_on.add(job.prefill_worker)
+            request_id = job.spec.sequence_id.request_id
+            log.warning(
+                "attempt_failed", request_id=request_id, attempt=attempt, reason=reason, error=str(error)
+            )
+        else:
+            return
+        async with aclosing(self._go_on(job, num_failed + 1, reason)) as events:
+            async for event in events:
+                yield event
 
     async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
         route = await self._route(job, patient=attempt > 0)
         spec = job.attempt_spec(attempt, self._clock())
-        with self._registry.assignments.assign(route, len(spec.known_ids)) as prompt_done:
+        num_tokens, num_candidates = len(spec.known_ids), len(spec.candidates)
+        with self._registry.assignments.assign(route, num_tokens, num_candidates) as prompt_done:
             job.timeline.note_dispatch()
             job.timeline.decode_worker = route.decode.key.worker_id
-            job.timeline.prefill_worker = (route.prefill or route.decode).key.worker_id
-            yield Placed(attempt, is_local=route.prefill is None, reason=reason)
+            job.prefill_worker = (route.prefill or route.decode).key.worker_id
+            job.timeline.prefill_worker = job.prefill_worker
+            yield Placed(attempt, route.prefill is None, reason, spec.candidates[0])
             async with aclosing(self._on_route(job, spec, route)) as events:
                 async for event in events:
                     if isinstance(event, PromptComputed):
@@ -135,12 +154,12 @@ class Dispatcher:
                             scores.add(response.prompt_scored)
                         case "result":
                             yield PromptComputed(num_cached, worker.key.worker_id, scores.take())
-                            first = response.result.first_token
-                            yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
-                            if first.finish_reason:
+                            for first in response.result.first_tokens:
+                                yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
+                            if not job.candidates:
                                 return
-            if handle is None:
-                raise PeerLostError(f"{worker.key.worker_id} ended a prefill without a result")
+            handle = _require_begun(handle, worker)
+            handle.keep(job.unfinished)
             async for event in self._decoded(job, handle, scores):
                 yield event
         finally:
@@ -173,7 +192,10 @@ class Dispatcher:
     async def _decoded(
         self, job: Job, handle: DecodeHandle, scores: PromptScores
     ) -> AsyncGenerator[DispatchEvent, None]:
-        """What the decode worker says, until the last token. `scores` are complete when it does not compute the prompt."""
+        """What the decode worker says, until the last token of all.
+
+        `scores` are complete when it does not compute the prompt.
+        """
         num_cached = 0
         async for event in handle:
             match event.WhichOneof("event"):
@@ -189,21 +211,27 @@ class Dispatcher:
                 case "kv_received":
                     received = event.kv_received
                     job.timeline.note_transfer(received.num_blocks, received.num_bytes, received.duration_s)
-                case "tokens":
+                # Otherwise its reader has ended it meanwhile.
+                case "tokens" if event.tokens.candidate in job.candidates:
                     scores.require_complete()
-                    job.timeline.num_preemptions = event.tokens.num_preemptions
-                    tokens = event.tokens
-                    yield self._accept(job, tokens)
-                    if tokens.finish_reason:
+                    job.timeline.note_preemptions(event.tokens.candidate, event.tokens.num_preemptions)
+                    yield self._accept(job, event.tokens)
+                    if not job.candidates:
                         return
+                    handle.keep(job.unfinished)
 
     def _accept(self, job: Job, message: decode_pb2.SequenceTokens) -> Tokens:
-        fresh = job.accept(message.first_index, tuple(message.token_ids))
+        fresh = job.accept(message.first_index, tuple(message.token_ids), message.candidate)
+        if message.finish_reason:
+            job.end(message.candidate)
         job.timeline.note_tokens()
         # One a token or none; what was seen has been dropped from the front of both.
         logprobs = message.logprobs[len(message.logprobs) - len(fresh) :] if message.logprobs else ()
         return Tokens(
-            fresh, finish_reason_from_proto(message.finish_reason), tuple(map(logprob_from_proto, logprobs))
+            fresh,
+            finish_reason_from_proto(message.finish_reason),
+            tuple(map(logprob_from_proto, logprobs)),
+            message.candidate,
         )
 
     # -- choosing workers
@@ -227,7 +255,7 @@ class Dispatcher:
         served = self._registry.served
         if served is None:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
-        token_ids = job.spec.prompt_ids + tuple(job.output_ids)
+        token_ids = job.spec.prompt_ids + job.output_ids
         block_size = served.fingerprint.block_size
         held = {}
         if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
@@ -252,21 +280,13 @@ class Dispatcher:
             handle.close()
         if handle is None or not handle.has_kv:
             # Also without a ticket: all may be computed there, and only the news of it was not read.
-            self._release(worker, sequence_id)
+            self._lease_release.start(worker.address, worker.key.boot_epoch, sequence_id)
 
-    def _release(self, worker: WorkerView, sequence_id: SequenceId) -> None:
-        """Ends a lease that no decode worker has confirmed; in the background, since nobody waits for it."""
-        task = asyncio.create_task(self._release_lease(worker, sequence_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
 
-    async def _release_lease(self, worker: WorkerView, sequence_id: SequenceId) -> None:
-        attempt = kv_transfer_pb2.AttemptRef(request_id=sequence_id.request_id, attempt=sequence_id.attempt)
-        request = kv_transfer_pb2.ReleaseLeasesRequest(boot_epoch=worker.key.boot_epoch, attempts=[attempt])
-        stub = KvTransferServiceStub(self._channels.get(worker.address))
-        # If this fails, the lease's own clock ends it.
-        with suppress(grpc.aio.AioRpcError):
-            await stub.ReleaseLeases(request, timeout=_RELEASE_TIMEOUT_S)
+def _require_begun(handle: DecodeHandle | None, worker: WorkerView) -> DecodeHandle:
+    if handle is None:
+        raise PeerLostError(f"{worker.key.worker_id} ended a prefill without a result")
+    return handle
 
 
 def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.SequenceTokens:
@@ -276,4 +296,5 @@ def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.Sequ
         token_ids=[first.token_id],
         finish_reason=first.finish_reason,
         logprobs=[first.logprob] if first.HasField("logprob") else [],
+        candidate=first.candidate,
     )

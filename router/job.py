@@ -1,5 +1,7 @@
 """One request on its way through its workers, and what the dispatcher says about it."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import PeerLostError
@@ -10,12 +12,16 @@ from router.timeline import RequestTimeline
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attempt has its workers; `is_local` means that the decode worker computes the prompt."""
+    """An attempt has its workers; `is_local` means that the decode worker computes the prompt.
+
+    `candidate` is the first one of those that it generates.
+    """
 
     attempt: int
     is_local: bool
     # Why the attempt before it ended; empty for the first.
     reason: str
+    candidate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,13 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The next output tokens, each exactly once over all attempts."""
+    """The next output tokens of one candidate, each exactly once over all attempts."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     # One a token when they were asked for, else none.
     logprobs: tuple[TokenLogprob, ...] = ()
+    candidate: int = 0
 
 
 DispatchEvent = Placed | PromptProgress | PromptComputed | Tokens
@@ -50,16 +57,39 @@ DispatchEvent = Placed | PromptProgress | PromptComputed | Tokens
 
 @dataclass(slots=True)
 class Job:
-    """One request on its way. `spec.output_ids` of an attempt are the tokens that came before it."""
+    """One request on its way: all of its candidates, or after a loss one that goes on by itself.
+
+    `spec` is that of the first attempt.
+    """
 
     spec: SequenceSpec
     deadline_s: float | None
     timeline: RequestTimeline
-    output_ids: list[int] = field(default_factory=list)
+    # What came of each candidate so far: the input of the next attempt.
+    outputs: dict[int, list[int]] = field(init=False)
+    # Those of the whole request that have not ended.
+    unfinished: set[int] = field(init=False)
     # Whether the client has heard of the computed prompt, and so has its log probabilities.
     is_prompt_told: bool = False
+    # Where the prompt of the attempt under way is computed.
+    prefill_worker: str = ""
     # Prefill workers whose attempt failed, whoever's fault it was; others come first.
     failed_on: set[str] = field(default_factory=set)
+    attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.outputs = {candidate: [] for candidate in self.spec.candidates}
+        self.unfinished = set(self.spec.candidates)
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Those of this job that have not ended."""
+        return tuple(candidate for candidate in self.spec.candidates if candidate in self.unfinished)
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """The tokens that came before the next attempt. Several candidates go together only while they have none."""
+        return tuple(self.outputs[self.candidates[0]]) if self.candidates else ()
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -71,15 +101,33 @@ class Job:
         return replace(
             self.spec,
             sequence_id=SequenceId(self.spec.sequence_id.request_id, attempt),
-            output_ids=tuple(self.output_ids),
+            output_ids=self.output_ids,
+            candidates=self.candidates,
             prompt_logprobs=self.owes_prompt_logprobs,
             time_budget_s=None if self.deadline_s is None else self.deadline_s - now_s,
         )
 
-    def accept(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def accept(self, first_index: int, token_ids: tuple[int, ...], candidate: int = 0) -> tuple[int, ...]:
         """The tokens that are new: what was seen is dropped, and a gap means that tokens are lost."""
-        if first_index > len(self.output_ids):
-            raise PeerLostError(f"output token {len(self.output_ids)} is missing")
-        fresh = token_ids[len(self.output_ids) - first_index :]
-        self.output_ids += fresh
+        output_ids = self.outputs[candidate]
+        if first_index > len(output_ids):
+            raise PeerLostError(f"output token {len(output_ids)} is missing")
+        fresh = token_ids[len(output_ids) - first_index :]
+        output_ids += fresh
         return fresh
+
+    def end(self, candidate: int) -> None:
+        """Nothing more is wanted of a candidate."""
+        self.unfinished.discard(candidate)
+
+    def parts(self) -> "list[Job]":
+        """What goes on after a loss: all together while there is no output, then each candidate by itself."""
+        if len(self.candidates) == 1 or not any(self.outputs[candidate] for candidate in self.candidates):
+            return [self]
+        return [self._part(candidate) for candidate in self.candidates]
+
+    def _part(self, candidate: int) -> "Job":
+        """It has its own failures, and shares with the others what concerns the whole request."""
+        part = replace(self, spec=replace(self.spec, candidates=(candidate,)), failed_on=set(self.failed_on))
+        part.outputs, part.unfinished = {candidate: self.outputs[candidate]}, self.unfinished
+        return part

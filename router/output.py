@@ -1,6 +1,6 @@
 """What the client of one request is told: the dispatcher's events as responses, with text in place of tokens."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.core.request import FinishReason, StopConditions
 from paceline.runtime.wire_internal import finish_reason_to_proto, logprob_to_proto
@@ -11,6 +11,15 @@ from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
 
 _Response = inference_pb2.GenerateResponse
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """What one candidate has said."""
+
+    detokenizer: Detokenizer
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = None
 
 
 class OutputStream:
@@ -25,10 +34,9 @@ class OutputStream:
         request_id: str,
         num_prompt_tokens: int,
         queue_position: int,
+        n: int = 1,
     ) -> None:
-        self._detokenizer = Detokenizer(
-            tokenizer, stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens
-        )
+        self._candidates = [_Candidate(_detokenizer(tokenizer, stopping)) for _ in range(n)]
         self._stopping = stopping
         self._timeline = timeline
         self._request_id = request_id
@@ -36,8 +44,17 @@ class OutputStream:
         self._queue_position = queue_position
         self._num_cached_tokens: int | None = None
         self._num_responses = 0
-        self.num_output_tokens = 0
+        # Set once every candidate has ended: how the last one did.
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all candidates."""
+        return sum(candidate.num_output_tokens for candidate in self._candidates)
+
+    def has_ended(self, candidate: int) -> bool:
+        """Whether the client has been told how a candidate ended."""
+        return self._candidates[candidate].finish_reason is not None
 
     def take(self, event: DispatchEvent) -> list[_Response]:
         """The responses that an event gives; after the last one `finish_reason` is set."""
@@ -53,7 +70,8 @@ class OutputStream:
 
     def _placed(self, event: Placed) -> _Response:
         if event.attempt > 0:
-            return self._response(migrated=inference_pb2.Migrated(attempt=event.attempt, reason=event.reason))
+            migrated = inference_pb2.Migrated(attempt=event.attempt, reason=event.reason)
+            return self._response(event.candidate, migrated=migrated)
         mode = inference_pb2.MODE_LOCAL if event.is_local else inference_pb2.MODE_DISAGGREGATED
         accepted = inference_pb2.Accepted(
             request_id=self._request_id, mode=mode, queue_position=self._queue_position
@@ -89,7 +107,8 @@ class OutputStream:
             event.finish_reason in (FinishReason.STOP, FinishReason.EOS) and not self._stopping.include_stop
         )
         shown = event.token_ids[:-1] if ends_hidden else event.token_ids
-        delta = self._detokenizer.push(shown)
+        detokenizer = self._candidates[event.candidate].detokenizer
+        delta = detokenizer.push(shown)
         if delta.matched_stop is not None:
             counted = replace(
                 event,
@@ -98,7 +117,7 @@ class OutputStream:
             )
             return [
                 *self._delta(delta.text, counted),
-                self._finish(FinishReason.STOP, stop=delta.matched_stop),
+                self._finish(event.candidate, FinishReason.STOP, stop=delta.matched_stop),
             ]
         if event.finish_reason is None:
             return self._delta(delta.text, event)
@@ -106,27 +125,33 @@ class OutputStream:
         is_stop = event.finish_reason is FinishReason.STOP and event.token_ids
         stop_token_id = event.token_ids[-1] if is_stop else None
         return [
-            *self._delta(delta.text + self._detokenizer.flush(), event),
-            self._finish(event.finish_reason, stop_token_id=stop_token_id),
+            *self._delta(delta.text + detokenizer.flush(), event),
+            self._finish(event.candidate, event.finish_reason, stop_token_id=stop_token_id),
         ]
 
     def _delta(self, text: str, event: Tokens) -> list[_Response]:
         if not text and not event.token_ids:
             return []
-        self.num_output_tokens += len(event.token_ids)
+        self._candidates[event.candidate].num_output_tokens += len(event.token_ids)
         logprobs = map(logprob_to_proto, event.logprobs)
-        return [
-            self._response(delta=inference_pb2.Delta(text=text, token_ids=event.token_ids, logprobs=logprobs))
-        ]
+        delta = inference_pb2.Delta(text=text, token_ids=event.token_ids, logprobs=logprobs)
+        return [self._response(event.candidate, delta=delta)]
 
     def _finish(
-        self, reason: FinishReason, *, stop: str | None = None, stop_token_id: int | None = None
+        self,
+        index: int,
+        reason: FinishReason,
+        *,
+        stop: str | None = None,
+        stop_token_id: int | None = None,
     ) -> _Response:
-        self.finish_reason = reason
+        self._candidates[index].finish_reason = reason
+        if all(candidate.finish_reason for candidate in self._candidates):
+            self.finish_reason = reason
         usage = inference_pb2.Usage(
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens or 0,
-            output_tokens=self.num_output_tokens,
+            output_tokens=self._candidates[index].num_output_tokens,
         )
         finish = inference_pb2.Finish(
             reason=finish_reason_to_proto(reason),
@@ -135,10 +160,11 @@ class OutputStream:
             usage=usage,
             timeline=self._timeline.to_proto(),
         )
-        return self._response(finish=finish)
+        return self._response(index, finish=finish)
 
     def _response(
         self,
+        index: int = 0,
         *,
         accepted: inference_pb2.Accepted | None = None,
         prefill_done: inference_pb2.PrefillDone | None = None,
@@ -149,6 +175,7 @@ class OutputStream:
     ) -> _Response:
         response = _Response(
             seq=self._num_responses,
+            index=index,
             accepted=accepted,
             prefill_done=prefill_done,
             delta=delta,
@@ -158,3 +185,9 @@ class OutputStream:
         )
         self._num_responses += 1
         return response
+
+
+def _detokenizer(tokenizer: Tokenizer, stopping: StopConditions) -> Detokenizer:
+    return Detokenizer(
+        tokenizer, stopping.stop, include_stop=stopping.include_stop, min_tokens=stopping.min_tokens
+    )

@@ -26,7 +26,7 @@ from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.job import Job
+from router.job import Job, Tokens
 from router.output import OutputStream
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
@@ -154,6 +154,7 @@ class InferenceServicer:
             request_id=request_id,
             num_prompt_tokens=len(prompt_ids),
             queue_position=position,
+            n=request.n,
         )
         return _Call(request, job, output)
 
@@ -164,6 +165,9 @@ class InferenceServicer:
                 async for event in events:
                     for response in call.output.take(event):
                         yield response
+                    # The dispatcher need not know of stop strings.
+                    if isinstance(event, Tokens) and call.output.has_ended(event.candidate):
+                        call.job.end(event.candidate)
                     if call.output.finish_reason is not None:
                         ended = call.output.finish_reason.value
                         return
@@ -203,6 +207,7 @@ class InferenceServicer:
             num_top_logprobs=request.num_top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
+            candidates=tuple(range(request.n)),
         )
         return Job(spec, None, timeline)
 

@@ -17,7 +17,8 @@ class RequestTimeline:
     last_token_s: float | None = None
     worker_queue_s: float = 0.0
     transfer_s: float = 0.0
-    num_preemptions: int = 0
+    # Of each candidate, on the worker that has it now.
+    num_preemptions: dict[int, int] = field(default_factory=dict)
     kv_bytes: int = 0
     kv_blocks: int = 0
     prefill_worker: str = ""
@@ -44,6 +45,10 @@ class RequestTimeline:
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s
 
+    def note_preemptions(self, candidate: int, num_preemptions: int) -> None:
+        """How often a candidate has been preempted where it is now."""
+        self.num_preemptions[candidate] = num_preemptions
+
     def note_transfer(self, num_blocks: int, num_bytes: int, duration_s: float) -> None:
         """A hand-over is complete."""
         self.kv_blocks += num_blocks
@@ -59,7 +64,7 @@ class RequestTimeline:
             prefill_s=max(0.0, first_s - dispatched_s - self.worker_queue_s),
             transfer_s=self.transfer_s,
             decode_s=_first(self.last_token_s, first_s) - first_s,
-            preemptions=self.num_preemptions,
+            preemptions=sum(self.num_preemptions.values()),
             kv_bytes=self.kv_bytes,
             kv_blocks=self.kv_blocks,
             prefill_worker=self.prefill_worker,

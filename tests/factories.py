@@ -57,6 +57,7 @@ def make_spec(
     min_tokens: int = 0,
     num_top_logprobs: int | None = None,
     prompt_logprobs: bool = False,
+    candidates: tuple[int, ...] = (0,),
     bypass_cache: bool = False,
     cache_scope: str = "",
     time_budget_s: float | None = None,
@@ -73,6 +74,7 @@ def make_spec(
         min_tokens=min_tokens,
         num_top_logprobs=num_top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        candidates=candidates,
         bypass_cache=bypass_cache,
         cache_scope=cache_scope,
         time_budget_s=time_budget_s,
@@ -80,7 +82,7 @@ def make_spec(
 
 
 def make_limits(
-    *, max_model_tokens: int = 100, max_prompt_bytes: int = 1000, max_n: int = 1, vocab_size: int = 50
+    *, max_model_tokens: int = 100, max_prompt_bytes: int = 1000, max_n: int = 4, vocab_size: int = 50
 ) -> RequestLimits:
     """Limits of a small model."""
     return RequestLimits(

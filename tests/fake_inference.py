@@ -49,7 +49,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         prompt = _last_words(request)
         if prompt in _ERRORS:
             await abort_with(context, _ERRORS[prompt])
-        events = _answer(prompt, tells_prompt=request.logprobs.prompt)
+        events = _answer(prompt, request.n or 1, tells_prompt=request.logprobs.prompt)
         done = False
         try:
             async for event in events:
@@ -92,7 +92,9 @@ def _last_words(request: inference_pb2.GenerateRequest) -> str:
     return request.text or " ".join(str(token_id) for token_id in request.token_ids.ids)
 
 
-async def _answer(prompt: str, *, tells_prompt: bool) -> AsyncIterator[inference_pb2.GenerateResponse]:
+async def _answer(
+    prompt: str, n: int, *, tells_prompt: bool
+) -> AsyncIterator[inference_pb2.GenerateResponse]:
     yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id=secrets.token_hex(16)))
     yield inference_pb2.GenerateResponse(
         prefill_done=inference_pb2.PrefillDone(
@@ -101,16 +103,22 @@ async def _answer(prompt: str, *, tells_prompt: bool) -> AsyncIterator[inference
     )
     words = prompt.split(" ")
     for position, word in enumerate(words):
-        yield _delta(word if position == 0 else f" {word}", position)
+        for index in range(n):
+            yield _delta(word if position == 0 else f" {word}", position, index)
     while prompt == FLOOD:
         yield _delta(" water" * 100, 0)
     if prompt == ENDLESS:
         await asyncio.Event().wait()
-    yield inference_pb2.GenerateResponse(finish=_finish(len(words)))
+    for index in range(n):
+        # Candidates differ by a last word of their own.
+        if index > 0:
+            yield _delta(f" {index}", len(words), index)
+        yield inference_pb2.GenerateResponse(index=index, finish=_finish(len(words)))
 
 
-def _delta(text: str, token_id: int) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=text, token_ids=[token_id]))
+def _delta(text: str, token_id: int, index: int = 0) -> inference_pb2.GenerateResponse:
+    delta = inference_pb2.Delta(text=text, token_ids=[token_id])
+    return inference_pb2.GenerateResponse(index=index, delta=delta)
 
 
 def _finish(num_tokens: int) -> inference_pb2.Finish:

@@ -251,3 +251,13 @@ async def _reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
     )
     yield reader
     transport.close()
+
+
+async def test_candidates_are_shown_one_after_the_other(fake_inference: FakeInference) -> None:
+    """Each under its own line; with --json an array of the objects that one answer would be."""
+    asking = ("generate", "one two", "-n", "2", "--address", fake_inference.address)
+    status, out, _ = await _run(*asking)
+    assert (status, out) == (0, "--- candidate 0 (stop)\none two\n--- candidate 1 (stop)\none two 1\n")
+    status, out, _ = await _run(*asking, "--json")
+    assert status == 0
+    assert [found["text"] for found in json.loads(out)] == ["one two", "one two 1"]

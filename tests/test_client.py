@@ -203,3 +203,25 @@ def test_the_client_needs_only_grpcio_and_protobuf() -> None:
     allowed = ("paceline", "grpc.", "google", "typing_extensions")
     assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
     assert "google.rpc" not in done.stdout
+
+
+async def test_candidates_come_apart_by_their_index(
+    client: PacelineClient, fake_inference: FakeInference
+) -> None:
+    """Events of several candidates come mixed; `generate_texts` gives each one whole, in order."""
+    indexes = [event.index async for event in client.generate("a b", n=3) if event.HasField("delta")]
+    completions = await client.generate_texts("a b", n=3)
+    assert indexes == [0, 1, 2, 0, 1, 2, 1, 2]
+    assert [completion.text for completion in completions] == ["a b", "a b 1", "a b 2"]
+    assert [completion.token_ids for completion in completions] == [(0, 1), (0, 1, 2), (0, 1, 2)]
+    assert len({completion.request_id for completion in completions}) == 1
+    assert [request.n for request in fake_inference.requests] == [3, 3]
+
+
+async def test_one_answer_cannot_be_several(client: PacelineClient, fake_inference: FakeInference) -> None:
+    """`generate_text` with n above 1 is an error before anything is sent; without n there is one candidate."""
+    with pytest.raises(TypeError, match="generate_texts"):
+        await client.generate_text("a", n=2)
+    assert fake_inference.requests == []
+    assert [completion.text for completion in await client.generate_texts("a")] == ["a"]
+    assert not fake_inference.requests[0].HasField("n")

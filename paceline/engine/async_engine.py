@@ -9,6 +9,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.prefix import PrefixChanges
@@ -28,6 +29,14 @@ _IDLE_TICK_S = 0.1
 log = get_logger()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listener:
+    """Who hears of a sequence, and which of its candidates have not ended."""
+
+    tell: Sink
+    candidates: set[int]
+
+
 class AsyncEngine:
     """An engine's commands for asyncio code. Every method is called on the event loop that made it."""
 
@@ -41,7 +50,7 @@ class AsyncEngine:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._sinks: dict[SequenceId, Sink] = {}
+        self._listeners: dict[SequenceId, _Listener] = {}
         # Those that keep their blocks, and so their sink, after their last event.
         self._held: set[SequenceId] = set()
         self._on_changes = on_changes
@@ -53,7 +62,7 @@ class AsyncEngine:
     @property
     def num_sequences(self) -> int:
         """Sequences that have been submitted and neither ended nor released; `stats` lags behind it by a step."""
-        return len(self._sinks)
+        return len(self._listeners)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -65,7 +74,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink) -> bool:
-        """Queues a sequence; `sink` gets its events until it ends or is released.
+        """Queues a sequence; `sink` gets its events until its last candidate ends or is released.
 
         False for an id that is in use already: a repeated message is ignored, and the first sink stays. The id of a
         PREFILL_ONLY sequence is in use until it is released.
@@ -73,19 +82,30 @@ class AsyncEngine:
         if self._failed:
             sink([Failed(spec.sequence_id, _dead())])
             return True
-        if spec.sequence_id in self._sinks:
+        if spec.sequence_id in self._listeners:
             return False
-        self._sinks[spec.sequence_id] = sink
+        self._listeners[spec.sequence_id] = _Listener(sink, set(spec.candidates))
         if role is SequenceRole.PREFILL_ONLY:
             self._held.add(spec.sequence_id)
         self._commands.put(lambda engine: engine.add(spec, role))
         return True
 
-    def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
-        """The sequence's KV has arrived in its reserved blocks."""
-        if first.finish_reason is not None:
-            self._sinks.pop(sequence_id, None)
-        self._commands.put(lambda engine: engine.commit(sequence_id, first))
+    def commit(self, sequence_id: SequenceId, first_tokens: Sequence[FirstToken]) -> None:
+        """The sequence's KV has arrived in its reserved blocks.
+
+        Of a candidate whose first token ends it, or that has none here, nothing more is said.
+        """
+        going_on = {first.candidate for first in first_tokens if first.finish_reason is None}
+        listener = self._listeners.get(sequence_id)
+        for candidate in list(listener.candidates - going_on) if listener else ():
+            self._note_end(sequence_id, candidate)
+        self._commands.put(lambda engine: engine.commit(sequence_id, first_tokens))
+
+    def release_candidate(self, sequence_id: SequenceId, candidate: int) -> None:
+        """Forgets one candidate of a sequence that waits for nothing from outside; the others go on."""
+        self._note_end(sequence_id, candidate)
+        asked_at_step = self.stats.num_steps
+        self._commands.put(lambda engine: engine.release(sequence_id, asked_at_step, candidate))
 
     def release(self, sequence_id: SequenceId, error: PacelineError | None = None) -> None:
         """Forgets a sequence, whatever its state, and frees its blocks; unknown ones are ignored.
@@ -94,9 +114,9 @@ class AsyncEngine:
         must have stopped before.
         """
         self._held.discard(sequence_id)
-        sink = self._sinks.pop(sequence_id, None)
-        if sink is not None and error is not None:
-            sink([Failed(sequence_id, error)])
+        listener = self._listeners.pop(sequence_id, None)
+        if listener is not None and error is not None:
+            listener.tell([Failed(sequence_id, error)])
         asked_at_step = self.stats.num_steps
         self._commands.put(lambda engine: engine.release(sequence_id, asked_at_step))
 
@@ -152,20 +172,32 @@ class AsyncEngine:
     def _by_sink(self, events: Sequence[Event]) -> dict[Sink, list[Event]]:
         grouped: defaultdict[Sink, list[Event]] = defaultdict(list)
         for event in events:
-            sink = self._sinks.get(event.sequence_id)
-            if sink is None:  # released since
+            listener = self._listeners.get(event.sequence_id)
+            if listener is None:  # released since
                 continue
-            grouped[sink].append(event)
-            if _is_last(event) and event.sequence_id not in self._held:
-                del self._sinks[event.sequence_id]
+            if isinstance(event, NewTokens) and event.candidate not in listener.candidates:
+                continue
+            grouped[listener.tell].append(event)
+            if isinstance(event, NewTokens) and event.finish_reason is not None:
+                self._note_end(event.sequence_id, event.candidate)
+            if isinstance(event, Failed) and event.sequence_id not in self._held:
+                del self._listeners[event.sequence_id]
         return grouped
+
+    def _note_end(self, sequence_id: SequenceId, candidate: int) -> None:
+        listener = self._listeners.get(sequence_id)
+        if listener is None:
+            return
+        listener.candidates.discard(candidate)
+        if not listener.candidates and sequence_id not in self._held:
+            del self._listeners[sequence_id]
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
-        sinks, self._sinks = self._sinks, {}
+        listeners, self._listeners = self._listeners, {}
         self._held.clear()
-        for sequence_id, sink in sinks.items():
-            _tell(sink, [Failed(sequence_id, _dead())])
+        for sequence_id, listener in listeners.items():
+            _tell(listener.tell, [Failed(sequence_id, _dead())])
         self._on_failure(error)
 
 
@@ -175,10 +207,6 @@ def _tell(sink: Sink, events: Sequence[Event]) -> None:
         sink(events)
     except Exception:
         log.exception("sink_failed", num_events=len(events))
-
-
-def _is_last(event: Event) -> bool:
-    return isinstance(event, Failed) or (isinstance(event, NewTokens) and event.finish_reason is not None)
 
 
 def _dead() -> InvariantError:

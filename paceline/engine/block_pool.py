@@ -128,6 +128,12 @@ class BlockPool:
             self._num_hits += block.group == 0
         return [block.held_id for block in cached]
 
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Takes one more reference on each of some held blocks."""
+        for block_id in block_ids:
+            assert self._num_refs[block_id] > 0, "only a held block can be shared"
+            self._num_refs[block_id] += 1
+
     def allocate(self, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Takes free blocks, evicting what they cached. The caller has checked that there is room."""
         assert num_blocks <= len(self._free), "allocate() without room"

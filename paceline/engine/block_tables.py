@@ -8,17 +8,30 @@ table of a group with a window holds only those ordinals that some token still t
     with a sink    [ 0  .  .  .  4  5  6 ]
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from paceline.core.block_hash import BlockHash, group_hash
-from paceline.core.kv_layout import BlockId, KVGroup
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import ReadyBlock
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_block import CachedBlock, witness
 from paceline.engine.cached_prefix import CachedPrefix, TokenChain
+from paceline.engine.group_table import GroupTable
 from paceline.engine.step import BlockTable
+
+
+class BlockContent(Protocol):
+    """What lies in the blocks, as far as books about them need it."""
+
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        """Makes `target` hold what `source` holds."""
+        ...
+
+    def checksum(self, block_id: BlockId) -> int:
+        """XXH3-64 of the block's bytes."""
+        ...
 
 
 class _Place(NamedTuple):
@@ -26,33 +39,12 @@ class _Place(NamedTuple):
     group: int
 
 
-@dataclass(slots=True, eq=False)
-class GroupTable:
-    """One group's blocks. `pledged` blocks are set aside for it in the pool, if it has a window."""
-
-    index: int
-    group: KVGroup
-    block_ids: list[BlockId | None] = field(default_factory=list)
-    first: int = 0  # the ordinals before it were let go, sinks apart
-    pledged: int = 0
-    checksums: list[int] = field(default_factory=list)  # of complete blocks; 0 where there is none any more
-    # The chain of cached blocks that carries the sequence's prefix: its last one, and its length. It is shorter than
-    # `checksums` after a hash collision; then it grows no more.
-    last_cached: CachedBlock | None = None
-    num_cached: int = 0
-
-    @property
-    def held_ids(self) -> list[BlockId]:
-        """What it holds, in order."""
-        return [block_id for block_id in self.block_ids if block_id is not None]
-
-
 class SequenceBlocks:
     """The tables of one sequence; empty until `reserve`, and again after `release`."""
 
-    def __init__(self, pool: BlockPool, checksum: Callable[[BlockId], int]) -> None:
+    def __init__(self, pool: BlockPool, content: BlockContent) -> None:
         self._pool = pool
-        self._checksum = checksum
+        self._content = content
         self.tables = [GroupTable(index, group) for index, group in enumerate(pool.groups)]
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
         self._places: list[_Place] = []
@@ -105,6 +97,27 @@ class SequenceBlocks:
             num_blocks = self._num_blocks_for(end)
             self._allocate(table, range(len(table.block_ids), num_blocks), num_blocks)
 
+    # -- parting
+
+    def num_needed_to_fork(self, num_tokens: int) -> int:
+        """Blocks that must be available for one more sequence with the same `num_tokens` tokens, once they are computed."""
+        num_blocks, size = self._num_blocks_for(num_tokens), self._pool.block_size
+        return sum(
+            len(group.blocks_seen(num_tokens, num_blocks, size))
+            if group.is_windowed
+            else num_tokens % size > 0
+            for group in self._pool.groups
+        )
+
+    def fork(self, num_tokens: int) -> "SequenceBlocks":
+        """Another sequence's tables with the same `num_tokens` computed tokens. The caller has checked the room.
+
+        Full blocks are shared; nobody writes to them any more. A partial last one is copied, since both go on in it.
+        """
+        other = SequenceBlocks(self._pool, self._content)
+        other.tables = [self._fork_table(table, num_tokens // self._pool.block_size) for table in self.tables]
+        return other
+
     # -- results
 
     def seal(self, num_computed_tokens: int, chain: TokenChain) -> None:
@@ -113,7 +126,7 @@ class SequenceBlocks:
         for table in self.tables:
             for ordinal in range(len(table.checksums), num_full):
                 block_id = table.block_ids[ordinal]
-                table.checksums.append(0 if block_id is None else self._checksum(block_id))
+                table.checksums.append(0 if block_id is None else self._content.checksum(block_id))
                 # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
                 if table.num_cached == ordinal < len(chain.block_hashes):
                     self._publish(table, ordinal, chain)
@@ -129,10 +142,7 @@ class SequenceBlocks:
         for table in self.tables:
             self._pool.release(table.held_ids)
             self._pledge(table, -table.pledged)
-            table.block_ids.clear()
-            table.checksums.clear()
-            table.first = table.num_cached = 0
-            table.last_cached = None
+            table.clear()
         self._places = []
 
     # -- what is there
@@ -178,9 +188,8 @@ class SequenceBlocks:
                 break
             block_id = self._id_at(place)
             is_full = place.ordinal < len(checksums)
-            ready.append(
-                ReadyBlock(block_id, checksums[place.ordinal] if is_full else self._checksum(block_id))
-            )
+            checksum = checksums[place.ordinal] if is_full else self._content.checksum(block_id)
+            ready.append(ReadyBlock(block_id, checksum))
         return tuple(ready)
 
     # -- one table
@@ -216,12 +225,7 @@ class SequenceBlocks:
         num_blocks = self._num_blocks_for(end)
         if not table.group.is_windowed:
             return max(0, num_blocks - len(table.block_ids))
-        return max(0, self._num_live(table, num_blocks) - table.pledged)
-
-    def _num_live(self, table: GroupTable, num_blocks: int) -> int:
-        """What a table of `num_blocks` holds that has let go of what lies before its first."""
-        num_sinks = table.group.num_sink_blocks(self._pool.block_size)
-        return num_blocks - table.first + min(num_sinks, table.first)
+        return max(0, table.num_live(num_blocks, self._pool.block_size) - table.pledged)
 
     def _trim(self, table: GroupTable, num_computed_tokens: int, num_tokens: int) -> None:
         size = self._pool.block_size
@@ -232,12 +236,13 @@ class SequenceBlocks:
         table.block_ids[begin:first] = [None] * len(behind)
         table.first = max(first, table.first)
         # The known tokens need no more than this; growth asks again.
-        needed = self._num_live(table, max(len(table.block_ids), self._num_blocks_for(num_tokens)))
+        needed = table.num_live(max(len(table.block_ids), self._num_blocks_for(num_tokens)), size)
         self._pledge(table, min(needed, table.pledged) - table.pledged)
 
     def _publish(self, table: GroupTable, ordinal: int, chain: TokenChain) -> None:
         block_id = table.block_ids[ordinal]
-        block_hash, token_ids = chain.block_hashes[ordinal], self._tokens_of(chain.token_ids, ordinal)
+        size, block_hash = self._pool.block_size, chain.block_hashes[ordinal]
+        token_ids = chain.token_ids[ordinal * size : (ordinal + 1) * size]
         if block_id is None:
             cached: CachedBlock | None = witness(
                 table.index, block_hash, chain.root, table.last_cached, token_ids
@@ -254,6 +259,21 @@ class SequenceBlocks:
             )
         if cached is not None:
             table.last_cached, table.num_cached = cached, ordinal + 1
+
+    def _fork_table(self, table: GroupTable, num_full: int) -> GroupTable:
+        assert len(table.checksums) == num_full, "what is full is sealed before it is shared"
+        other = replace(
+            table, block_ids=table.block_ids[:num_full], checksums=list(table.checksums), pledged=0
+        )
+        if table.group.is_windowed:
+            self._pledge(other, table.pledged)
+        self._pool.share(other.held_ids)
+        for block_id in table.block_ids[num_full:]:
+            assert block_id is not None, "the last block is seen by the next token"
+            (copy,) = self._pool.allocate(1, table.index)
+            self._content.copy(block_id, copy)
+            other.block_ids.append(copy)
+        return other
 
     def _pledge(self, table: GroupTable, num_blocks: int) -> None:
         self._pool.pledge(num_blocks)
@@ -274,9 +294,6 @@ class SequenceBlocks:
         block_id = self.tables[place.group].block_ids[place.ordinal]
         assert block_id is not None, "what a hand-over needs is never let go"
         return block_id
-
-    def _tokens_of(self, token_ids: Sequence[int], ordinal: int) -> Sequence[int]:
-        return token_ids[ordinal * self._pool.block_size : (ordinal + 1) * self._pool.block_size]
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

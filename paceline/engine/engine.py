@@ -1,5 +1,6 @@
 """The main loop's three calls: schedule, execute, update. One thread calls it; it starts none."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class BlockMemory(Protocol):
 
     def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
         """Overwrites part of a block."""
+        ...
+
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        """Makes `target` hold what `source` holds."""
         ...
 
     def checksum(self, block_id: BlockId) -> int:
@@ -85,13 +90,13 @@ class Engine:
         """Queues a sequence."""
         self._scheduler.add(spec, role)
 
-    def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
-        """The sequence's KV has arrived in its reserved blocks."""
-        self._scheduler.commit(sequence_id, first)
+    def commit(self, sequence_id: SequenceId, first_tokens: Sequence[FirstToken]) -> None:
+        """The sequence's KV has arrived in its reserved blocks; see Scheduler.commit."""
+        self._scheduler.commit(sequence_id, first_tokens)
 
-    def release(self, sequence_id: SequenceId, asked_at_step: int) -> None:
-        """Forgets a sequence and frees its blocks. Someone asked for it when `asked_at_step` steps had been taken."""
-        self._scheduler.release(sequence_id)
+    def release(self, sequence_id: SequenceId, asked_at_step: int, candidate: int | None = None) -> None:
+        """Forgets a sequence, or one candidate of it. Someone asked for it when `asked_at_step` steps had been taken."""
+        self._scheduler.release(sequence_id, candidate)
         self._max_steps_to_release = max(self._max_steps_to_release, self._num_steps - asked_at_step)
 
     def has_work(self) -> bool:

@@ -58,7 +58,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens were sampled; `first_index` counts output tokens over all attempts."""
+    """Tokens of one candidate were sampled; `first_index` counts its output tokens over all attempts."""
 
     sequence_id: SequenceId
     first_index: int
@@ -67,11 +67,12 @@ class NewTokens:
     num_preemptions: int
     # One a token, or none at all.
     logprobs: tuple[TokenLogprob, ...] = ()
+    candidate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is over without an end of its own.
+    """The sequence is over without an end of its own: all of its candidates that have none.
 
     Its blocks are free; those of a PREFILL_ONLY one that has started are held until it is released.
     """

@@ -53,6 +53,10 @@ class FakeMemory:
         start = block_id * self.block_bytes + offset
         self._bytes[start : start + len(data)] = data
 
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        """See BlockMemory.copy."""
+        self.write(target, 0, bytes(self.read(source)))
+
     def checksum(self, block_id: BlockId) -> int:
         """See BlockMemory.checksum."""
         return xxhash.xxh3_64_intdigest(self.read(block_id))
@@ -81,7 +85,7 @@ class FakeModelRunner:
             time.sleep(self._step_s)
         for item in output.scheduled:
             self._write(item)
-        sampled = [(item, item.sample) for item in output.scheduled if item.sample is not None]
+        sampled = [(item, task) for item in output.scheduled for task in item.samples]
         token_ids = tuple(self._sample(item, task) for item, task in sampled)
         # It knows no doubt of its own: whatever it says has probability 1.
         logprobs = tuple(
@@ -97,7 +101,8 @@ class FakeModelRunner:
                 self.memory.write(block_id, slot, _SLOT.pack(token_id, position))
 
     def _sample(self, item: ScheduledSequence, task: SampleTask) -> int:
-        return _digest_token(self._seen(item, item.end), task.params, self._vocab_size, task.banned_ids)
+        seen = self._seen(item, item.end)
+        return _digest_token(seen, task.params, self._vocab_size, task.banned_ids, task.candidate)
 
     def _scores(self, item: ScheduledSequence, task: ScoreTask) -> tuple[TokenLogprob, ...]:
         first = item.start + task.first_row + 1
@@ -133,9 +138,10 @@ def fake_next_token(
     vocab_size: int,
     banned_ids: Collection[int] = (),
     groups: Sequence[KVGroup] = _WHOLE,
+    candidate: int = 0,
 ) -> int:
     """The oracle: what the fake model says after `token_ids`."""
-    return _digest_token(_seen_of(token_ids, groups), params, vocab_size, banned_ids)
+    return _digest_token(_seen_of(token_ids, groups), params, vocab_size, banned_ids, candidate)
 
 
 def fake_prompt_logprobs(
@@ -155,9 +161,11 @@ def _seen_of(token_ids: tuple[int, ...], groups: Sequence[KVGroup]) -> bytes:
 
 
 def _digest_token(
-    context: bytes, params: SamplingParams, vocab_size: int, banned_ids: Collection[int]
+    context: bytes, params: SamplingParams, vocab_size: int, banned_ids: Collection[int], candidate: int
 ) -> int:
-    digest = hashlib.blake2b(context + _params_bytes(params), digest_size=8).digest()
+    # Candidates differ by chance alone.
+    chance = struct.pack("<I", candidate) if candidate and params.temperature > 0 else b""
+    digest = hashlib.blake2b(context + _params_bytes(params) + chance, digest_size=8).digest()
     token_id = int.from_bytes(digest, "little") % vocab_size
     while token_id in banned_ids:
         token_id = (token_id + 1) % vocab_size

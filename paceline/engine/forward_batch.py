@@ -39,7 +39,7 @@ class ForwardBatch:
     positions: Tensor  # [num_tokens]
     slot_mappings: tuple[Tensor, ...]  # one a KV group, [num_tokens], block id * block size + offset
     queries: tuple[QueryRange, ...]
-    sample_rows: Tensor  # [num_samples], rows of token_ids after which a token is chosen
+    sample_rows: Tensor  # [num_samples], rows of token_ids after which a token is chosen; one row for several candidates
     sample_tasks: tuple[SampleTask, ...]  # num_samples
     score_rows: Tensor  # [num_targets], rows of token_ids after which a known token follows
     score_tasks: tuple[ScoreTask, ...]  # their targets together are num_targets
@@ -53,13 +53,13 @@ class ForwardBatch:
 def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatch:
     """Lays the scheduled sequences end to end."""
     scheduled = output.scheduled
-    queries, sample_rows, first = [], [], 0
+    queries, first = [], 0
+    sample_rows: list[int] = []
     score_rows: list[int] = []
     for item in scheduled:
         last = first + len(item.token_ids)
         queries.append(QueryRange(first, last, item.end, _block_tables(item, block_size)))
-        if item.sample is not None:
-            sample_rows.append(last - 1)
+        sample_rows += [last - 1] * len(item.samples)
         if item.score is not None:
             first_row = first + item.score.first_row
             score_rows += range(first_row, first_row + len(item.score.target_ids))
@@ -73,7 +73,7 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
         ),
         queries=tuple(queries),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long),
-        sample_tasks=tuple(item.sample for item in scheduled if item.sample is not None),
+        sample_tasks=tuple(task for item in scheduled for task in item.samples),
         score_rows=torch.tensor(score_rows, dtype=torch.long),
         score_tasks=tuple(item.score for item in scheduled if item.score is not None),
     )

@@ -86,6 +86,10 @@ class KVCache:
         start = block_id * self.block_bytes + offset
         self._bytes[start : start + len(data)] = data
 
+    def copy(self, source: BlockId, target: BlockId) -> None:
+        """Makes `target` hold what `source` holds."""
+        self.write(target, 0, bytes(self.read(source)))
+
     def checksum(self, block_id: BlockId) -> int:
         """XXH3-64 of the block's bytes."""
         return xxhash.xxh3_64_intdigest(self.read(block_id))

@@ -101,7 +101,7 @@ def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayou
                 token_ids=tuple(prompt[start:end]),
                 start=start,
                 block_tables=side_by_side(index, len(prompt), layout),
-                sample=SampleTask(SamplingParams(), position=end),
+                samples=(SampleTask(SamplingParams(), position=end),),
             )
             for index, prompt in enumerate(prompts)
         )

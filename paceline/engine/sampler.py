@@ -105,7 +105,8 @@ def _draw(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
         probs[cut] = filtered_probs(probs[cut], [params[row] for row in cut])
     cumulated = probs.cumsum(-1)
     # Scaled to the sum, which rounds to just under or over 1: the number is then always below the last step.
-    thresholds = _column([uniform(task.params.seed, task.position) for task in tasks]) * cumulated[:, -1:]
+    numbers = [uniform(task.params.seed, task.position, task.candidate) for task in tasks]
+    thresholds = _column(numbers) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
 
 

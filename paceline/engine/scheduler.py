@@ -5,21 +5,21 @@ only a worker whose sequences arrive with the prompt already computed. No torch 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
 from paceline.core.block_hash import BlockHash, chain_root, hash_block
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DeadlineError
-from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.block_tables import SequenceBlocks
+from paceline.engine.block_tables import BlockContent, SequenceBlocks
 from paceline.engine.cached_prefix import CachedPrefix, find_prefix
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask, StepOutput
+from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.engine.tasks import sample_tasks, score_task
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -51,17 +51,18 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         pool: BlockPool,
-        checksum: Callable[[BlockId], int],
+        content: BlockContent,
         *,
         clock: Clock = monotonic,
         hash_block: HashBlock = hash_block,
     ) -> None:
         self.config = config
         self.pool = pool
-        self._checksum = checksum
+        self._content = content
         self._clock = clock
         self._hash_block = hash_block
-        self._sequences: dict[SequenceId, Sequence] = {}
+        # A family is one sequence at first, and one for each candidate that is left once it has parted.
+        self._families: dict[SequenceId, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
         self._parked: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -71,20 +72,20 @@ class Scheduler:
 
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
         """Queues a sequence. A second one with the same id is a repeated message and is ignored."""
-        if spec.sequence_id in self._sequences:
+        if spec.sequence_id in self._families:
             return
         root = chain_root(self.config.fingerprint, spec.cache_scope)
-        blocks = SequenceBlocks(self.pool, self._checksum)
+        blocks = SequenceBlocks(self.pool, self._content)
         sequence = Sequence(spec, role, root, blocks, arrival_s=self._clock())
-        self._sequences[spec.sequence_id] = sequence
+        self._families[spec.sequence_id] = [sequence]
         self._waiting.append(sequence)
 
-    def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
+    def commit(self, sequence_id: SequenceId, first_tokens: AbstractSequence[FirstToken]) -> None:
         """The KV of an AWAIT_KV sequence is in its blocks: from now on it is a local sequence like any other.
 
-        If the first token already ends it, nothing more is said about it.
+        Of a candidate whose first token ends it, or that has none here, nothing more is said.
         """
-        sequence = self._sequences.get(sequence_id)
+        (sequence, *_) = self._families.get(sequence_id, (None,))
         if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
             return
         self._parked.remove(sequence)
@@ -94,23 +95,22 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.num_tokens
         sequence.num_scored_tokens = len(sequence.spec.prompt_ids)
         self._seal(sequence)
-        sequence.append(first.token_id, self.config.eos_token_ids)
-        if first.finish_reason is not None:
-            self.release(sequence_id)
+        self._go_on(
+            sequence,
+            {first.candidate: first.token_id for first in first_tokens if first.finish_reason is None},
+        )
 
-    def release(self, sequence_id: SequenceId) -> None:
-        """Forgets a sequence, whatever its state, and frees its blocks; unknown ones are ignored.
+    def release(self, sequence_id: SequenceId, candidate: int | None = None) -> None:
+        """Forgets a sequence, or one candidate of it, whatever its state, and frees its blocks; unknown ones are ignored.
 
         Whoever fills the blocks of a WAITING_FOR_KV sequence from outside must have stopped before.
         """
-        sequence = self._sequences.pop(sequence_id, None)
-        if sequence is None:
-            return
-        for queue in (self._waiting, self._parked, self._running):
-            if sequence in queue:
-                queue.remove(sequence)
-        sequence.status = SequenceStatus.FINISHED
-        sequence.forget_blocks()
+        for sequence in list(self._families.get(sequence_id, ())):
+            left = tuple(each for each in sequence.candidates if each != candidate)
+            if candidate is None or not left:
+                self._drop(sequence)
+            else:
+                sequence.candidates = left
 
     # -- the step
 
@@ -134,14 +134,14 @@ class Scheduler:
         scores = iter(step.scores)
         events = list(output.events)
         for item in output.scheduled:
-            sequence = self._sequences[item.sequence_id]
+            sequence = self._member(item)
             sequence.num_computed_tokens = item.end
             self._seal(sequence)
             events += self._announce(sequence)
             if item.score is not None:
                 events.append(_take_scores(sequence, next(scores)))
-            if item.sample is not None:
-                events.append(self._take_token(sequence, *next(sampled)))
+            if item.samples:
+                events += self._take_tokens(sequence, [next(sampled) for _ in item.samples])
         return events
 
     # -- for the outside
@@ -149,19 +149,20 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """A picture of now."""
         return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._parked),
+            num_running=sum(s.num_seats for s in self._running),
+            num_waiting=sum(s.num_seats for s in (*self._waiting, *self._parked)),
             num_pending_tokens=sum(s.num_uncomputed_tokens for s in (*self._waiting, *self._running)),
             num_preemptions=self._num_preemptions,
         )
 
     def check_invariants(self) -> None:
         """Blocks are whole, and every sequence is in the one queue that its status says."""
-        tables = [table for sequence in self._sequences.values() for table in sequence.blocks.tables]
+        sequences = list(self._all())
+        tables = [table for sequence in sequences for table in sequence.blocks.tables]
         self.pool.check_invariants(
             [table.held_ids for table in tables], sum(table.pledged for table in tables)
         )
-        for sequence in self._sequences.values():
+        for sequence in sequences:
             waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
             assert (sequence in self._waiting) == waits
             assert (sequence in self._parked) == (sequence.status is SequenceStatus.WAITING_FOR_KV)
@@ -173,7 +174,14 @@ class Scheduler:
             )
             assert not is_missed, "a prompt token's log probability was passed over"
         queued = len(self._waiting) + len(self._parked) + len(self._running)
-        assert queued <= len(self._sequences), "a forgotten sequence is still queued"
+        assert queued <= len(sequences), "a forgotten sequence is still queued"
+        for family in self._families.values():
+            candidates = [candidate for sequence in family for candidate in sequence.candidates]
+            assert candidates, "a family without candidates is still known"
+            assert len(set(candidates)) == len(candidates), "two sequences of one candidate"
+        num_seats = sum(s.num_seats for s in (*self._running, *self._parked))
+        is_one_family = len(self._running) + len(self._parked) == 1
+        assert num_seats <= self.config.max_num_seqs or is_one_family, "more sequences than seats"
 
     # -- deciding
 
@@ -197,9 +205,9 @@ class Scheduler:
         return budget, preempted
 
     def _admit_waiting(self, budget: int, scheduled: list[ScheduledSequence], events: list[Event]) -> None:
-        while budget and self._waiting and len(self._running) + len(self._parked) < self.config.max_num_seqs:
+        while budget and self._waiting:
             sequence = self._waiting[0]
-            if not self._reserve(sequence):
+            if not self._has_seats_for(sequence) or not self._reserve(sequence):
                 return
             self._waiting.popleft()
             if sequence.started_s is None:
@@ -222,14 +230,21 @@ class Scheduler:
             token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
             start=start,
             block_tables=sequence.blocks.view(),
-            sample=_sample_task(sequence, self.config.eos_token_ids) if completes else None,
-            score=_score_task(sequence, start, start + num_tokens) if sequence.owes_prompt_logprobs else None,
+            samples=sample_tasks(sequence, self.config.eos_token_ids) if completes else (),
+            score=score_task(sequence, start, start + num_tokens) if sequence.owes_prompt_logprobs else None,
+            candidate=sequence.candidates[0],
         )
+
+    def _has_seats_for(self, sequence: Sequence) -> bool:
+        """Whether all its candidates may run; a family that is too large for that may once nobody else is here."""
+        num_taken = sum(s.num_seats for s in (*self._running, *self._parked))
+        return num_taken == 0 or num_taken + sequence.num_seats <= self.config.max_num_seqs
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Takes room for every known token, cached blocks where there are some; all or nothing.
 
-        A block of each group is left for the growth of each running sequence: without it somebody is preempted at once.
+        A block of each group is left for the growth of each running sequence, and what families need to part, this one too:
+        without it somebody is preempted at once.
         """
         prefix = self._cached_prefix(sequence)
         if not sequence.blocks.reserve(
@@ -237,13 +252,20 @@ class Scheduler:
             sequence.num_tokens,
             self.config.max_num_batched_tokens,
             is_filled_outside=sequence.role is SequenceRole.AWAIT_KV,
-            spare=len(self._running) * len(self.pool.groups),
+            spare=self._num_spare(sequence),
         ):
             return False
         sequence.num_computed_tokens = prefix.num_blocks * self.pool.block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
+
+    def _num_spare(self, newcomer: Sequence) -> int:
+        num_growing = sum(sequence.num_seats for sequence in self._running)
+        here = (*self._running, *self._parked)
+        # Alone, a family takes its prompt's room whether or not there is enough for parting: there will never be more.
+        parting = sum(map(_num_to_part, (newcomer, *here))) if here else 0
+        return num_growing * len(self.pool.groups) + parting
 
     def _cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         if not sequence.spec.bypass_cache:
@@ -268,9 +290,10 @@ class Scheduler:
 
     def _expire(self) -> list[Event]:
         now_s = self._clock()
-        late = [s for s in (*self._waiting, *self._running) if s.deadline_s <= now_s]
-        events: list[Event] = [Failed(s.sequence_id, DeadlineError(s.phase)) for s in late]
-        for sequence in late:
+        # The candidates of a family have one deadline, and so one failure.
+        late = {s.sequence_id: s for s in (*self._waiting, *self._running) if s.deadline_s <= now_s}
+        events: list[Event] = [Failed(s.sequence_id, DeadlineError(s.phase)) for s in late.values()]
+        for sequence in late.values():
             # Whoever has been told of a PREFILL_ONLY sequence's blocks may be reading them.
             if sequence.role is SequenceRole.PREFILL_ONLY and sequence.announced:
                 self._hold(sequence)
@@ -280,15 +303,15 @@ class Scheduler:
 
     # -- growing and preempting
 
-    def _grow(self, sequence: Sequence, num_tokens: int, candidates: list[Sequence]) -> bool:
-        """Makes room for `num_tokens` more, preempting the youngest candidates for it, at last `sequence` itself.
+    def _grow(self, sequence: Sequence, num_tokens: int, others: list[Sequence]) -> bool:
+        """Makes room for `num_tokens` more, preempting the youngest of the others for it, at last `sequence` itself.
 
         False in that case. All known tokens have room since the admission, so that only a decode step may lack it.
         """
-        victims = [s for s in candidates if _may_preempt(s)]
+        victims = [s for s in others if _may_preempt(s)]
         end = sequence.num_computed_tokens + num_tokens
         while self.pool.num_available < sequence.blocks.num_missing(end):
-            victim = max(victims, key=lambda s: s.arrival_s) if victims else sequence
+            victim = max(victims, key=lambda s: (s.arrival_s, s.candidates)) if victims else sequence
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -299,6 +322,9 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         sequence.forget_blocks()
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
         self._num_preemptions += 1
@@ -330,20 +356,68 @@ class Scheduler:
         sequence.num_announced_blocks += len(blocks)
         return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, blocks)
 
-    def _take_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> Event:
-        finish_reason = sequence.append(token_id, self.config.eos_token_ids)
+    def _take_tokens(
+        self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]]
+    ) -> list[NewTokens]:
+        """One token for each candidate of a sequence."""
+        events = [
+            NewTokens(
+                sequence_id=sequence.sequence_id,
+                first_index=sequence.num_output_tokens,
+                token_ids=(token_id,),
+                finish_reason=sequence.end_with(token_id, self.config.eos_token_ids),
+                num_preemptions=sequence.num_preemptions,
+                logprobs=() if logprob is None else (logprob,),
+                candidate=candidate,
+            )
+            for candidate, (token_id, logprob) in zip(sequence.candidates, sampled, strict=True)
+        ]
         if sequence.role is SequenceRole.PREFILL_ONLY:
             self._hold(sequence)
-        elif finish_reason is not None:
-            self.release(sequence.sequence_id)
-        return NewTokens(
-            sequence_id=sequence.sequence_id,
-            first_index=sequence.num_output_tokens - 1,
-            token_ids=(token_id,),
-            finish_reason=finish_reason,
-            num_preemptions=sequence.num_preemptions,
-            logprobs=() if logprob is None else (logprob,),
-        )
+        else:
+            self._go_on(
+                sequence, {event.candidate: event.token_ids[0] for event in events if not event.finish_reason}
+            )
+        return events
+
+    def _go_on(self, sequence: Sequence, token_ids: Mapping[int, int]) -> None:
+        """Each candidate goes on with its token, as a sequence of its own; those that have none are over."""
+        if not token_ids:
+            self._drop(sequence)
+            return
+        first, *others = token_ids
+        sequence.candidates = (first,)
+        forks = [self._fork(sequence, candidate) for candidate in others]
+        self._families[sequence.sequence_id] += forks
+        # The last one is sent back first, so that the first one stands in front.
+        for fork in reversed(forks):
+            if fork.blocks.is_empty:
+                self._send_back(fork)
+        for member, token_id in zip((sequence, *forks), token_ids.values(), strict=True):
+            member.token_ids.append(token_id)
+
+    def _fork(self, family: Sequence, candidate: int) -> Sequence:
+        """Shares the family's blocks and runs; without a seat, or room for what cannot be shared, it has no block."""
+        has_seat = sum(s.num_seats for s in (*self._running, *self._parked)) < self.config.max_num_seqs
+        if has_seat and family.blocks.num_needed_to_fork(family.num_tokens) <= self.pool.num_available:
+            member = family.fork(candidate, family.blocks.fork(family.num_tokens))
+            self._running.append(member)
+            return member
+        member = family.fork(candidate, SequenceBlocks(self.pool, self._content))
+        member.num_computed_tokens = 0
+        return member
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forgets one sequence, and its family with the last one."""
+        for queue in (self._waiting, self._parked, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.forget_blocks()
+        family = self._families[sequence.sequence_id]
+        family.remove(sequence)
+        if not family:
+            del self._families[sequence.sequence_id]
 
     def _hold(self, sequence: Sequence) -> None:
         """Ends a PREFILL_ONLY sequence; its blocks are held until it is released."""
@@ -352,6 +426,12 @@ class Scheduler:
 
     # -- small things
 
+    def _all(self) -> Iterator[Sequence]:
+        return (sequence for family in self._families.values() for sequence in family)
+
+    def _member(self, item: ScheduledSequence) -> Sequence:
+        return next(s for s in self._families[item.sequence_id] if item.candidate in s.candidates)
+
     def _extend_hashes(self, sequence: Sequence) -> None:
         size, hashes = self.pool.block_size, sequence.block_hashes
         for start in range(len(hashes) * size, sequence.num_tokens - size + 1, size):
@@ -359,27 +439,9 @@ class Scheduler:
             hashes.append(self._hash_block(parent, sequence.token_ids[start : start + size]))
 
 
-def _sample_task(sequence: Sequence, eos_token_ids: frozenset[int]) -> SampleTask:
-    spec, num_prompt = sequence.spec, len(sequence.spec.prompt_ids)
-    needs_history = spec.sampling.has_penalties
-    return SampleTask(
-        params=spec.sampling,
-        position=sequence.num_tokens,
-        prompt_ids=spec.prompt_ids if needs_history else (),
-        output_ids=tuple(sequence.token_ids[num_prompt:]) if needs_history else (),
-        banned_ids=sequence.banned_ids(eos_token_ids),
-        num_top_logprobs=spec.num_top_logprobs,
-    )
-
-
-def _score_task(sequence: Sequence, start: int, end: int) -> ScoreTask | None:
-    """What the tokens at [start, end) tell about those that follow them in the prompt, if that has not been told yet."""
-    prompt_ids = sequence.spec.prompt_ids
-    first = max(start + 1, sequence.num_scored_tokens)
-    target_ids = prompt_ids[first : end + 1]
-    if not target_ids:
-        return None
-    return ScoreTask(first - 1 - start, target_ids, sequence.spec.num_top_logprobs or 0)
+def _num_to_part(sequence: Sequence) -> int:
+    """Blocks that its candidates need beside the first one's, once they become sequences of their own."""
+    return (sequence.num_seats - 1) * sequence.blocks.num_needed_to_fork(sequence.num_tokens)
 
 
 def _take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event:

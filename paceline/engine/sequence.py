@@ -2,7 +2,7 @@
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.block_hash import BlockHash
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec
@@ -38,6 +38,8 @@ class Sequence:
 
     A sequence is scheduled until `num_computed_tokens` reaches `num_tokens`; then a token is sampled, which makes
     `num_tokens` one larger.
+
+    Several `candidates` are one sequence, a family, until their known tokens are computed. Then each becomes its own.
     """
 
     spec: SequenceSpec
@@ -46,6 +48,7 @@ class Sequence:
     root: BlockHash
     blocks: SequenceBlocks
     arrival_s: float
+    candidates: tuple[int, ...] = field(init=False)
     token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -60,12 +63,18 @@ class Sequence:
     num_scored_tokens: int = 1
 
     def __post_init__(self) -> None:
+        self.candidates = self.spec.candidates
         self.token_ids = list(self.spec.known_ids)
 
     @property
     def sequence_id(self) -> SequenceId:
         """Request and attempt."""
         return self.spec.sequence_id
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that will be of it: one a candidate, unless they go on elsewhere."""
+        return 1 if self.role is SequenceRole.PREFILL_ONLY else len(self.candidates)
 
     @property
     def num_tokens(self) -> int:
@@ -114,16 +123,21 @@ class Sequence:
             return ()
         return (*self.spec.stop_token_ids, *(() if self.spec.ignore_eos else sorted(eos_token_ids)))
 
-    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Takes a sampled token; says whether it ends the sequence."""
-        self.token_ids.append(token_id)
+    def end_with(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether, and how, `token_id` as the next token would end it."""
         if token_id in self.spec.stop_token_ids:
             return FinishReason.STOP
         if token_id in eos_token_ids and not self.spec.ignore_eos:
             return FinishReason.EOS
-        if self.num_output_tokens >= self.spec.max_tokens:
+        if self.num_output_tokens + 1 >= self.spec.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def fork(self, candidate: int, blocks: SequenceBlocks) -> "Sequence":
+        """One candidate of a computed family as a sequence of its own, with these blocks."""
+        other = replace(self, blocks=blocks, block_hashes=list(self.block_hashes))
+        other.candidates = (candidate,)
+        return other
 
     def forget_blocks(self) -> None:
         """Gives up the blocks, and with them everything computed."""

@@ -13,7 +13,7 @@ BlockTable = tuple[BlockId | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """How to choose the token at `position`, beside the logits.
+    """How to choose a candidate's token at `position`, beside the logits.
 
     `prompt_ids` and `output_ids` are given only where penalties need them. `banned_ids` may not come yet.
     """
@@ -24,6 +24,7 @@ class SampleTask:
     output_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
     num_top_logprobs: int | None = None
+    candidate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,17 @@ class ScoreTask:
 class ScheduledSequence:
     """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
-    If `sample` is set, then choose the token that follows them. If `score` is set, then say how probable known tokens were.
+    Each of `samples` chooses a token that follows them, all from the same logits: one for each candidate. If `score` is set,
+    then say how probable known tokens were. `candidate` is the first one of those that the sequence stands for.
     """
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
     start: int
     block_tables: tuple[BlockTable, ...]
-    sample: SampleTask | None
+    samples: tuple[SampleTask, ...] = ()
     score: ScoreTask | None = None
+    candidate: int = 0
 
     @property
     def end(self) -> int:
@@ -90,7 +93,7 @@ class ExpertTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the runner gives back: one token for each scheduled sequence with `sample`, in order.
+    """What the runner gives back: one token for each sample of each scheduled sequence, in order.
 
     `logprobs` has an entry for each of them, None where none was asked for; or it is empty when nobody asked.
     `scores` has the log probabilities of all targets of each scheduled sequence with `score`, in order.

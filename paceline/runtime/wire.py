@@ -45,7 +45,6 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
             "the request is not a valid GenerateRequest: malformed, or text that is not UTF-8"
         ) from error
     _refuse_unbuilt(message)
-    _check_candidates(message, limits)
     return Request(
         prompt=_parse_prompt(message, limits),
         sampling=_parse_sampling(message.sampling, limits),
@@ -54,6 +53,7 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         bypass_cache=message.cache.bypass,
         num_top_logprobs=_parse_logprobs(message),
         prompt_logprobs=message.logprobs.prompt,
+        n=_parse_n(message, limits),
     )
 
 
@@ -92,13 +92,12 @@ def _refuse_unbuilt(message: inference_pb2.GenerateRequest) -> None:
         raise NotBuiltError("cache.public_prefix", "prefixes shared between tenants")
 
 
-def _check_candidates(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> None:
+def _parse_n(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:
     if not message.HasField("n"):
-        return
-    if message.n < 1:
-        raise BadSamplingError("n", "is 0; ask for at least one candidate")
-    if message.n > limits.max_n:
-        raise NotBuiltError("n", f"more than {limits.max_n} candidate")
+        return 1
+    if not 1 <= message.n <= limits.max_n:
+        raise BadSamplingError("n", f"is {message.n}; it must be 1 to {limits.max_n}")
+    return message.n
 
 
 def _parse_prompt(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> Prompt:

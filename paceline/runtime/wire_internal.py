@@ -62,13 +62,15 @@ def first_token_to_proto(first: FirstToken) -> engine_pb2.FirstToken:
         token_id=first.token_id,
         finish_reason=finish_reason_to_proto(first.finish_reason),
         logprob=logprob_to_proto(first.logprob) if first.logprob else None,
+        candidate=first.candidate,
     )
 
 
 def first_token_from_proto(message: engine_pb2.FirstToken) -> FirstToken:
     """The hand-off of the first token."""
     logprob = logprob_from_proto(message.logprob) if message.HasField("logprob") else None
-    return FirstToken(message.token_id, finish_reason_from_proto(message.finish_reason), logprob)
+    finish_reason = finish_reason_from_proto(message.finish_reason)
+    return FirstToken(message.token_id, finish_reason, logprob, message.candidate)
 
 
 def fingerprint_to_proto(fingerprint: ModelFingerprint) -> engine_pb2.ModelFingerprint:
@@ -156,6 +158,7 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         min_tokens=spec.min_tokens,
         num_top_logprobs=spec.num_top_logprobs,
         prompt_logprobs=spec.prompt_logprobs,
+        candidates=spec.candidates,
     )
     return context, sequence
 
@@ -174,11 +177,14 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
         min_tokens=sequence.min_tokens,
         num_top_logprobs=sequence.num_top_logprobs if sequence.HasField("num_top_logprobs") else None,
         prompt_logprobs=sequence.prompt_logprobs,
+        candidates=tuple(sequence.candidates),
         cache_scope=context.cache_scope,
         time_budget_s=context.time_budget_s if context.HasField("time_budget_s") else None,
     )
     if not spec.prompt_ids or spec.max_tokens <= len(spec.output_ids):
         raise InvariantError(f"sequence {spec.sequence_id} has an empty prompt or no output token left")
+    if not spec.candidates or spec.candidates != tuple(sorted(set(spec.candidates))):
+        raise InvariantError(f"sequence {spec.sequence_id} has no candidates, or not in ascending order")
     return spec
 
 

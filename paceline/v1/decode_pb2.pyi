@@ -27,12 +27,14 @@ class Submit(_message.Message):
     def __init__(self, context: _Optional[_Union[_engine_pb2.CallContext, _Mapping]] = ..., sequence: _Optional[_Union[_engine_pb2.SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[_engine_pb2.KvTicket, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "attempt")
+    __slots__ = ("request_id", "attempt", "candidate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    candidate: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("events",)
@@ -77,18 +79,20 @@ class KvReceived(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., duration_s: _Optional[float] = ...) -> None: ...
 
 class SequenceTokens(_message.Message):
-    __slots__ = ("first_index", "token_ids", "finish_reason", "num_preemptions", "logprobs")
+    __slots__ = ("first_index", "token_ids", "finish_reason", "num_preemptions", "logprobs", "candidate")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _generation_pb2.FinishReason
     num_preemptions: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
-    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., num_preemptions: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    candidate: int
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., num_preemptions: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., candidate: _Optional[int] = ...) -> None: ...
 
 class SequenceFailed(_message.Message):
     __slots__ = ("reason", "message", "facts")

@@ -20,7 +20,7 @@ class CallContext(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache", "min_tokens", "num_top_logprobs", "prompt_logprobs")
+    __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache", "min_tokens", "num_top_logprobs", "prompt_logprobs", "candidates")
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class SequenceSpec(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.SamplingParams
@@ -41,7 +42,8 @@ class SequenceSpec(_message.Message):
     min_tokens: int
     num_top_logprobs: int
     prompt_logprobs: bool
-    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., bypass_cache: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    candidates: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., bypass_cache: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., candidates: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptScored(_message.Message):
     __slots__ = ("first_index", "logprobs")
@@ -90,11 +92,13 @@ class ModelFingerprint(_message.Message):
     def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ..., arithmetic: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "finish_reason", "logprob")
+    __slots__ = ("token_id", "finish_reason", "logprob", "candidate")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     finish_reason: _generation_pb2.FinishReason
     logprob: _generation_pb2.TokenLogprob
-    def __init__(self, token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
+    candidate: int
+    def __init__(self, token_id: _Optional[int] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ..., candidate: _Optional[int] = ...) -> None: ...

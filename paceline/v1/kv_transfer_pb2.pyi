@@ -50,10 +50,10 @@ class KvChunk(_message.Message):
     def __init__(self, ordinal: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PullEnd(_message.Message):
-    __slots__ = ("first_token",)
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    first_token: _engine_pb2.FirstToken
-    def __init__(self, first_token: _Optional[_Union[_engine_pb2.FirstToken, _Mapping]] = ...) -> None: ...
+    __slots__ = ("first_tokens",)
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: _containers.RepeatedCompositeFieldContainer[_engine_pb2.FirstToken]
+    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_engine_pb2.FirstToken, _Mapping]]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
     __slots__ = ("lease_ids", "boot_epoch")

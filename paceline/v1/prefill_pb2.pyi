@@ -1,7 +1,8 @@
 from paceline.v1 import engine_pb2 as _engine_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -43,7 +44,7 @@ class PrefillProgress(_message.Message):
     def __init__(self, computed_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
-    __slots__ = ("first_token",)
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    first_token: _engine_pb2.FirstToken
-    def __init__(self, first_token: _Optional[_Union[_engine_pb2.FirstToken, _Mapping]] = ...) -> None: ...
+    __slots__ = ("first_tokens",)
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: _containers.RepeatedCompositeFieldContainer[_engine_pb2.FirstToken]
+    def __init__(self, first_tokens: _Optional[_Iterable[_Union[_engine_pb2.FirstToken, _Mapping]]] = ...) -> None: ...

@@ -125,4 +125,4 @@ def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
         fingerprint=loaded.fingerprint.digest(),
     )
     pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
-    return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory.checksum), loaded.runner)
+    return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory), loaded.runner)

@@ -127,12 +127,19 @@ def _toml(sections: dict[str, dict[str, Any]]) -> str:
 
 
 def fake_tokens(
-    prompt_ids: tuple[int, ...], num_tokens: int, vocab_size: int, eos: int | None
+    prompt_ids: tuple[int, ...],
+    num_tokens: int,
+    vocab_size: int,
+    eos: int | None,
+    *,
+    sampling: SamplingParams = GREEDY,
+    candidate: int = 0,
 ) -> tuple[int, ...]:
-    """The oracle of the fake runner: its greedy output, up to and with the end-of-sequence token."""
+    """The oracle of the fake runner: its output, greedy by default, up to and with the end-of-sequence token."""
     output: list[int] = []
     while len(output) < num_tokens and (not output or output[-1] != eos):
-        output.append(fake_next_token(prompt_ids + tuple(output), GREEDY, vocab_size))
+        known = prompt_ids + tuple(output)
+        output.append(fake_next_token(known, sampling, vocab_size, candidate=candidate))
     return tuple(output)
 
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from paceline.client import Completion
 from paceline.client_error import PacelineRpcError
-from paceline.core.request import TokenLogprob
+from paceline.core.request import SamplingParams, TokenLogprob
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.runtime.wire_internal import logprob_from_proto
 from paceline.v1 import inference_pb2
@@ -116,6 +116,41 @@ async def test_a_killed_worker_changes_no_token(pair: Cluster, tier: str, moment
     if tier == "decode" and moment == "delta":
         assert busy
         assert [migrated.attempt for migrated in migrations] == [1]
+
+
+@pytest.mark.parametrize(("tier", "moment"), [("prefill", "progress"), ("decode", "delta")])
+async def test_a_killed_worker_changes_no_token_of_any_candidate(
+    pair: Cluster, tier: str, moment: str
+) -> None:
+    """Three candidates lose their worker: together or each by itself they go on with the oracle's tokens."""
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    ends: list[int] = []
+    attempts = 1
+    is_killed = False
+    events = pair.client.generate(PROMPT, n=3, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True)
+    async for event in events:
+        kind = event.WhichOneof("event")
+        tokens[event.index] += event.delta.token_ids
+        attempts += kind == "migrated"
+        if kind == "finish":
+            ends.append(event.index)
+            assert event.finish.timeline.attempts <= attempts
+        if kind == moment and not is_killed and (tier == "prefill" or len(tokens[2]) > 3):
+            is_killed = True
+            await kill_busy(pair, tier)
+    assert sorted(ends) == [0, 1, 2]
+    for candidate, output in tokens.items():
+        assert output == list(
+            fake_tokens(
+                PROMPT,
+                NUM_TOKENS,
+                VOCAB_SIZE,
+                None,
+                sampling=SamplingParams(seed=4),
+                candidate=candidate,
+            )
+        )
+    assert attempts == (4 if tier == "decode" else 2)
 
 
 @pytest.mark.parametrize(("tier", "moment"), [("prefill", "progress"), ("decode", "delta")])

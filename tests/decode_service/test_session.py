@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from decode_service.session import DecodeSession
-from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, TokenLogprob
+from paceline.core.request import BootEpoch, SamplingParams, SequenceId, SequenceSpec, TokenLogprob
 from paceline.core.ticket import KvTicket
 from paceline.engine.events import Event, PromptScored, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_prompt_logprobs
@@ -66,10 +66,24 @@ class Pair:
         """What the router sends."""
         self.session.submit(_submit(spec, ticket))
 
-    def cancel(self, spec: SequenceSpec) -> None:
-        """What the router sends when the client has left."""
+    def cancel(self, spec: SequenceSpec, candidate: int | None = None) -> None:
+        """What the router sends when the client has left, or one candidate has come to its stop string."""
         request_id, attempt = spec.sequence_id
-        self.session.cancel(decode_pb2.Cancel(request_id=request_id, attempt=attempt))
+        self.session.cancel(decode_pb2.Cancel(request_id=request_id, attempt=attempt, candidate=candidate))
+
+    async def until_ends(self, spec: SequenceSpec, *candidates: int) -> dict[int, tuple[int, ...]]:
+        """The tokens of each candidate of a sequence, once these have ended; others must not have."""
+        tokens: dict[int, tuple[int, ...]] = {}
+        ended: set[int] = set()
+        async with asyncio.timeout(20):
+            while ended != set(candidates):
+                for event in await self.session.take_events():
+                    assert not event.HasField("failed")
+                    new = event.tokens
+                    tokens[new.candidate] = tokens.get(new.candidate, ()) + tuple(new.token_ids)
+                    if new.finish_reason:
+                        ended.add(new.candidate)
+        return {candidate: each for candidate, each in tokens.items() if each}
 
     async def until_end(self, *specs: SequenceSpec) -> dict[SequenceId, list[decode_pb2.SequenceEvent]]:
         """Every event of these sequences, up to the end of each."""
@@ -469,4 +483,72 @@ async def test_a_stream_carries_submits_and_cancels(pair: Pair) -> None:
             events += [event for event in response.events if event.request_id == "request"]
     assert _token_ids(events) == output_of(SPEC)
     call.cancel()
+    await pair.require_empty()
+
+
+# -- several candidates
+
+FAMILY = make_spec(
+    "family", SPEC.prompt_ids, sampling=SamplingParams(seed=3), max_tokens=20, candidates=(0, 1, 2)
+)
+OUTPUTS = {candidate: output_of(FAMILY, candidate) for candidate in FAMILY.candidates}
+
+
+@pytest.mark.parametrize("with_ticket", [True, False])
+async def test_one_submit_brings_the_tokens_of_every_candidate(pair: Pair, *, with_ticket: bool) -> None:
+    """By one hand-over of the prompt's blocks, or computed here: each candidate's output is its own."""
+    pair.submit(FAMILY, await pair.ticket(FAMILY) if with_ticket else None)
+    tokens = await pair.until_ends(FAMILY, 0, 1, 2)
+    assert tokens == {candidate: output[with_ticket:] for candidate, output in OUTPUTS.items()}
+    assert pair.decode.num_blocks_pulled == (5 if with_ticket else 0)
+    await pair.require_empty()
+
+
+async def test_a_cancelled_candidate_leaves_the_others(pair: Pair) -> None:
+    """In the middle of its output: its blocks are freed, it says nothing more, and the others end as they would have."""
+    pair.decode_gate.close()
+    pair.submit(FAMILY, await pair.ticket(FAMILY))
+    await pair.decode_gate.until_arrived()
+    pair.cancel(FAMILY, 1)
+    pair.cancel(FAMILY, 9)
+    pair.decode_gate.open()
+    tokens = await pair.until_ends(FAMILY, 0, 2)
+    assert tokens == {candidate: OUTPUTS[candidate][1:] for candidate in (0, 2)}
+    await pair.require_empty()
+
+
+async def test_a_candidate_cancelled_during_the_hand_over_never_begins(pair: Pair) -> None:
+    """The blocks go on arriving for the others; with the last one the hand-over itself is given up."""
+    for name, cancelled in (("some", (0, 2)), ("all", (0, 1, 2))):
+        spec = make_spec(
+            name, (9, *SPEC.prompt_ids), sampling=FAMILY.sampling, max_tokens=20, candidates=(0, 1, 2)
+        )
+        pair.prefill_gate.close()
+        context, sequence = spec_to_proto(spec)
+        stub = PrefillServiceStub(pair.channels.get(pair.prefill.address))
+        call = stub.Prefill(prefill_pb2.PrefillRequest(context=context, sequence=sequence))
+        await pair.prefill_gate.until_arrived()
+        pair.prefill_gate.let_one_pass()
+        response = await call.read()
+        assert isinstance(response, prefill_pb2.PrefillResponse)
+        pair.submit(spec, ticket_from_proto(response.started.ticket))
+        await until(lambda: pair.decode.engine.num_sequences == 1)
+        for candidate in cancelled:
+            pair.cancel(spec, candidate)
+        pair.prefill_gate.open()
+        if name == "some":
+            tokens = await pair.until_ends(spec, 1)
+            assert tokens == {1: output_of(spec, 1)[1:]}
+        else:
+            await until(lambda: pair.decode.engine.num_sequences == 0)
+        call.cancel()
+        await pair.require_empty()
+
+
+async def test_first_tokens_that_end_their_candidates_are_the_last_word_on_them(pair: Pair) -> None:
+    """With max_tokens 1 the hand-over is all there is, and nothing is held after it."""
+    spec = make_spec("short", SPEC.prompt_ids, max_tokens=1, candidates=(0, 1))
+    pair.submit(spec, await pair.ticket(spec))
+    events = await pair.session.take_events()
+    assert _kinds(events) == ["kv_received"]
     await pair.require_empty()

@@ -30,13 +30,15 @@ def oracle(
     vocab_size: int = VOCAB_SIZE,
     eos: frozenset[int] = frozenset(),
     groups: Sequence[KVGroup] = WHOLE,
+    candidate: int = 0,
 ) -> tuple[list[int], FinishReason]:
-    """All output tokens of a sequence and how it ends, computed one after the other without any engine."""
+    """All output tokens of a sequence's candidate and how it ends, computed one after the other without any engine."""
     output = list(spec.output_ids)
     while True:
         ends = (*spec.stop_token_ids, *(() if spec.ignore_eos else eos))
         banned = ends if len(output) < spec.min_tokens else ()
-        token_id = fake_next_token((*spec.prompt_ids, *output), spec.sampling, vocab_size, banned, groups)
+        known = (*spec.prompt_ids, *output)
+        token_id = fake_next_token(known, spec.sampling, vocab_size, banned, groups, candidate)
         output.append(token_id)
         if token_id in spec.stop_token_ids:
             return output, FinishReason.STOP
@@ -66,7 +68,7 @@ class Bench:
         self.eos = frozenset(eos)
         config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model")
         self.scheduler = Scheduler(
-            config, self.pool, self.runner.memory.checksum, clock=self.clock, hash_block=hash_block
+            config, self.pool, self.runner.memory, clock=self.clock, hash_block=hash_block
         )
         self.outputs: list[SchedulerOutput] = []
         self.events: dict[SequenceId, list[Event]] = {}
@@ -80,17 +82,17 @@ class Bench:
         self.events.setdefault(spec.sequence_id, [])
         return spec.sequence_id
 
-    def commit(self, spec: SequenceSpec, first: FirstToken) -> None:
+    def commit(self, spec: SequenceSpec, *first_tokens: FirstToken) -> None:
         """Brings the KV of a parked sequence from outside, then commits it."""
         reserved = self.one(spec.sequence_id, Reserved)
         assert isinstance(self.runner, FakeModelRunner)
         fill(self.runner, self.pool.groups, spec.known_ids, reserved)
-        self.scheduler.commit(spec.sequence_id, first)
+        self.scheduler.commit(spec.sequence_id, first_tokens)
         self.scheduler.check_invariants()
 
-    def release(self, sequence_id: SequenceId) -> None:
-        """Gives a sequence up."""
-        self.scheduler.release(sequence_id)
+    def release(self, sequence_id: SequenceId, candidate: int | None = None) -> None:
+        """Gives a sequence up, or one candidate of it."""
+        self.scheduler.release(sequence_id, candidate)
         self.scheduler.check_invariants()
 
     # -- steps
@@ -127,16 +129,24 @@ class Bench:
             for output in self.outputs
         ]
 
-    def tokens(self, sequence_id: SequenceId) -> list[int]:
-        """The new tokens of a sequence; that their numbers have no gap is checked."""
-        new = self.of(sequence_id, NewTokens)
+    def tokens(self, sequence_id: SequenceId, candidate: int = 0) -> list[int]:
+        """The new tokens of a sequence's candidate; that their numbers have no gap is checked."""
+        new = [event for event in self.of(sequence_id, NewTokens) if event.candidate == candidate]
         for before, after in itertools.pairwise(new):
             assert after.first_index == before.first_index + len(before.token_ids)
         return [token_id for event in new for token_id in event.token_ids]
 
-    def end(self, sequence_id: SequenceId) -> FinishReason | PacelineError | None:
-        """How a sequence ended; that it did so once, and said nothing after, is checked."""
+    def end(self, sequence_id: SequenceId, candidate: int = 0) -> FinishReason | PacelineError | None:
+        """How a sequence's candidate ended; that it did so once, and said nothing after, is checked."""
         events = self.events[sequence_id]
+        own: list[Event] = [
+            event for event in events if isinstance(event, NewTokens) and event.candidate == candidate
+        ]
+        if own and _end_of(own[-1]) is not None:
+            # What fails after that are the others.
+            events = own
+        else:
+            events = [event for event in events if event in own or not isinstance(event, NewTokens)]
         ends = [event for event in events if _end_of(event) is not None]
         if not ends:
             return None
@@ -156,7 +166,7 @@ class Bench:
         config = self.scheduler.config
         assert sum(len(item.token_ids) for item in output.scheduled) <= config.max_num_batched_tokens
         assert len(output.scheduled) <= config.max_num_seqs
-        assert len({item.sequence_id for item in output.scheduled}) == len(output.scheduled)
+        assert len({(item.sequence_id, item.candidate) for item in output.scheduled}) == len(output.scheduled)
         assert all(item.token_ids for item in output.scheduled), "nothing to compute is not scheduled"
         written: set[BlockId | None] = set()
         for item in output.scheduled:
@@ -181,7 +191,7 @@ def fill(
     for place, (ordinal, _) in list(enumerate(places(groups, len(token_ids))))[reserved.num_held :]:
         tokens = token_ids[ordinal * BLOCK_SIZE : (ordinal + 1) * BLOCK_SIZE]
         table = (*[None] * ordinal, reserved.block_ids[place])
-        runner._write(ScheduledSequence(make_id(), tokens, ordinal * BLOCK_SIZE, (table,), None))
+        runner._write(ScheduledSequence(make_id(), tokens, ordinal * BLOCK_SIZE, (table,)))
 
 
 def places(groups: Sequence[KVGroup], num_tokens: int) -> list[tuple[int, int]]:

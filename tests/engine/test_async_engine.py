@@ -40,7 +40,7 @@ class CountingEngine(Engine):
 def _engine(runner: Runner, *, max_num_batched_tokens: int = 8) -> CountingEngine:
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
     config = SchedulerConfig(max_num_batched_tokens, max_num_seqs=8, fingerprint=b"model")
-    return CountingEngine(Scheduler(config, pool, runner.memory.checksum), runner)
+    return CountingEngine(Scheduler(config, pool, runner.memory), runner)
 
 
 @asynccontextmanager
@@ -226,7 +226,7 @@ async def test_a_hand_over_through_the_engine_gives_the_oracle_s_tokens() -> Non
         reserved = await anext(events)
         assert isinstance(reserved, Reserved)
         fill(runner, WHOLE, PROMPT, reserved)
-        engine.commit(spec.sequence_id, FirstToken(whole[0]))
+        engine.commit(spec.sequence_id, [FirstToken(whole[0])])
         assert _tokens(await _until_end(events)) == whole[1:]
 
 

@@ -55,7 +55,7 @@ def test_a_hand_over_moves_the_window_and_no_more() -> None:
     ready = [block for event in prefill.of(sequence_id, BlocksReady) for block in event.blocks]
     for theirs, ours in zip(ready, reserved.block_ids, strict=True):
         decode.runner.memory.write(ours, 0, bytes(prefill.runner.memory.read(theirs.block_id)))
-    decode.scheduler.commit(sequence_id, FirstToken(prefill.one(sequence_id, NewTokens).token_ids[0]))
+    decode.scheduler.commit(sequence_id, [FirstToken(prefill.one(sequence_id, NewTokens).token_ids[0])])
     decode.run()
     assert decode.tokens(sequence_id) == oracle(spec, groups=GROUPS)[0][1:]
 

@@ -45,7 +45,7 @@ def chunk(start: int, end: int, index: int = 0) -> ScheduledSequence:
     """Some tokens of the prompt, in blocks of a sequence's own."""
     # As many KV groups as any of the models has.
     tables = tuple(tuple(BlockId(4 * index + 2 * group + i) for i in range(2)) for group in range(2))
-    return ScheduledSequence(make_id(f"r{index}"), PROMPT[start:end], start, tables, None)
+    return ScheduledSequence(make_id(f"r{index}"), PROMPT[start:end], start, tables, ())
 
 
 def step(runner: ModelRunner, *items: ScheduledSequence) -> tuple[ExpertTokens, ...]:
@@ -143,7 +143,7 @@ def test_an_engine_adds_its_steps_up() -> None:
     """The picture of an engine holds what all steps gave the experts: each token that was computed, twice."""
     _, runner = runner_of("mixtral")
     engine = Engine(
-        Scheduler(SchedulerConfig(3, max_num_seqs=4), BlockPool(8, BLOCK_SIZE), runner.memory.checksum),
+        Scheduler(SchedulerConfig(3, max_num_seqs=4), BlockPool(8, BLOCK_SIZE), runner.memory),
         runner,
     )
     assert engine.stats().expert_tokens == ()

@@ -10,8 +10,8 @@ from tests.factories import GREEDY, make_id
 def _item(
     name: str, token_ids: tuple[int, ...], start: int, table: tuple[int, ...], sampling: SamplingParams | None
 ) -> ScheduledSequence:
-    sample = SampleTask(sampling, start + len(token_ids)) if sampling else None
-    return ScheduledSequence(make_id(name), token_ids, start, (tuple(BlockId(b) for b in table),), sample)
+    samples = (SampleTask(sampling, start + len(token_ids)),) if sampling else ()
+    return ScheduledSequence(make_id(name), token_ids, start, (tuple(BlockId(b) for b in table),), samples)
 
 
 def test_sequences_lie_end_to_end_with_their_own_places() -> None:

@@ -154,3 +154,13 @@ def test_a_plain_cache_may_have_another_type_than_the_computation() -> None:
     found_keys, found_values = cache.gather(0, torch.tensor([0]), 0, 2, torch.float32)
     assert torch.equal(found_keys, keys.bfloat16().float())
     assert torch.equal(found_values, values.bfloat16().float())
+
+
+def test_a_copied_block_holds_the_same_in_every_layer() -> None:
+    """All bytes go over, and a later write to one of the two leaves the other alone."""
+    cache = _filled()
+    cache.copy(BlockId(0), BlockId(2))
+    before = bytes(cache.read(BlockId(0)))
+    assert cache.read(BlockId(2)) == before
+    cache.write(BlockId(2), 0, bytes(8))
+    assert cache.read(BlockId(0)) == before

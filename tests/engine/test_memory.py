@@ -37,7 +37,7 @@ async def test_memory_stays_flat_over_ten_thousand_requests() -> None:
     model = build_tiny("llama")
     runner = ModelRunner(model, use_paged_attention(model, "float32", BLOCK_SIZE), NUM_BLOCKS)
     pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(SchedulerConfig(64, max_num_seqs=NUM_AT_ONCE), pool, runner.memory.checksum)
+    scheduler = Scheduler(SchedulerConfig(64, max_num_seqs=NUM_AT_ONCE), pool, runner.memory)
     engine = AsyncEngine(Engine(scheduler, runner))
     specs = random_specs()
     tracemalloc.start()
@@ -53,7 +53,7 @@ async def test_memory_stays_flat_over_ten_thousand_requests() -> None:
     assert kept - kept_before < MAX_KEPT_BYTES
     assert resident - resident_before < MAX_GROWTH_BYTES
     assert (engine.num_sequences, engine._held) == (0, set())
-    assert not scheduler._sequences
+    assert not scheduler._families
     assert not (scheduler._waiting or scheduler._running or scheduler._parked)
     assert pool.num_available == NUM_BLOCKS
     scheduler.check_invariants()

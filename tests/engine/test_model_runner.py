@@ -27,11 +27,11 @@ def test_only_rows_that_sample_have_logits(name: str) -> None:
     _, layout, runner = _open(name)
     tables = [side_by_side(index, BLOCK_SIZE + 3, layout) for index in range(2)]
     items = [
-        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, SampleTask(GREEDY, 8 + n))
+        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, (SampleTask(GREEDY, 8 + n),))
         for n, table in enumerate(tables)
     ]
     both = runner.forward(build_forward_batch(SchedulerOutput(tuple(items), ()), BLOCK_SIZE))
-    silent = ScheduledSequence(items[0].sequence_id, items[0].token_ids, 0, tables[0], None)
+    silent = ScheduledSequence(items[0].sequence_id, items[0].token_ids, 0, tables[0])
     one = runner.forward(build_forward_batch(SchedulerOutput((silent, items[1]), ()), BLOCK_SIZE))
     none = runner.forward(build_forward_batch(SchedulerOutput((silent,), ()), BLOCK_SIZE))
     torch.testing.assert_close(one, both[1:], atol=1e-4, rtol=0)

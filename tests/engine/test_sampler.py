@@ -266,3 +266,29 @@ def test_logprobs_are_the_models_own() -> None:
     assert (last.token_id, last.top) == (0, ())
     assert last.logprob == pytest.approx(float(exact[0]))
     assert sample(LOGITS[None], [SampleTask(GREEDY, 1)]).logprobs == ()
+
+
+def test_the_first_candidate_is_the_only_one_s() -> None:
+    """Candidate 0 of a seed is what one answer to it would be; greedy candidates are all alike."""
+    rows = _random_logits(20)
+    for params in (SamplingParams(seed=5), GREEDY):
+        alone = sample(rows, [SampleTask(params, n) for n in range(20)]).token_ids
+        first, second = (
+            sample(rows, [SampleTask(params, n, candidate=c) for n in range(20)]).token_ids for c in (0, 1)
+        )
+        assert first == alone
+        assert (second == alone) == (params is GREEDY)
+
+
+def test_candidates_are_drawn_independently() -> None:
+    """Two candidates of one seed at one position hit each pair of tokens as often as chance alone would."""
+    probs, params = _exact_probs(SamplingParams()), SamplingParams(seed=11)
+    rows = LOGITS.expand(NUM_DRAWS, -1)
+    first, second = (
+        sample(rows, [SampleTask(params, n, candidate=c) for n in range(NUM_DRAWS)]).token_ids for c in (1, 2)
+    )
+    pairs = Counter(zip(first, second, strict=True))
+    for one, its in probs.items():
+        for other, others in probs.items():
+            expected = NUM_DRAWS * its * others
+            assert abs(pairs[one, other] - expected) < 5 * math.sqrt(expected) + 5

@@ -43,7 +43,7 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget(chunk: int) -> No
     prefill = [item for output in bench.outputs for item in output.scheduled if item.end <= len(PROMPT)]
     assert [item.start for item in prefill] == list(range(0, len(PROMPT), chunk))
     assert tuple(token_id for item in prefill for token_id in item.token_ids) == PROMPT
-    assert [item.sample is not None for item in prefill] == [False] * (len(prefill) - 1) + [True]
+    assert [bool(item.samples) for item in prefill] == [False] * (len(prefill) - 1) + [True]
     assert bench.tokens(sequence_id) == oracle(spec)[0]
 
 
@@ -399,10 +399,10 @@ def test_only_a_parked_sequence_can_be_committed(role: SequenceRole) -> None:
     """A commit of one that computes for itself, or is unknown, or again, is ignored."""
     bench, spec = Bench(), make_spec(prompt_ids=PROMPT)
     sequence_id = bench.add(spec, role)
-    bench.scheduler.commit(sequence_id, FirstToken(1))
+    bench.scheduler.commit(sequence_id, [FirstToken(1)])
     bench.step()
-    bench.scheduler.commit(sequence_id, FirstToken(1))
-    bench.scheduler.commit(make_id("unknown"), FirstToken(1))
+    bench.scheduler.commit(sequence_id, [FirstToken(1)])
+    bench.scheduler.commit(make_id("unknown"), [FirstToken(1)])
     bench.run()
     num_tokens = len(bench.tokens(sequence_id))
     assert bench.tokens(sequence_id) == oracle(spec)[0][:num_tokens]
@@ -415,7 +415,7 @@ def test_a_reservation_that_is_given_up_leaves_nothing() -> None:
     bench.step()
     bench.release(sequence_id)
     assert bench.pool.num_available == bench.pool.num_blocks
-    bench.scheduler.commit(sequence_id, FirstToken(1))
+    bench.scheduler.commit(sequence_id, [FirstToken(1)])
     assert not bench.scheduler.has_work()
 
 

@@ -8,7 +8,14 @@ import pytest
 from paceline.core.block_hash import BlockHash, hash_block
 from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import WHOLE_VIEW, KVLayout, LayerKV, View
-from paceline.core.request import FirstToken, SamplingParams, SequenceId, SequenceSpec, TokenLogprob
+from paceline.core.request import (
+    FinishReason,
+    FirstToken,
+    SamplingParams,
+    SequenceId,
+    SequenceSpec,
+    TokenLogprob,
+)
 from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.sequence import SequenceRole
@@ -62,6 +69,8 @@ class History:
         self.live: set[SequenceId] = set()
         self.committed: set[SequenceId] = set()
         self.released: set[SequenceId] = set()
+        # Candidates that were cancelled alone, or whose first token was their last and came from elsewhere.
+        self.silenced: set[tuple[SequenceId, int]] = set()
 
     def run(self, num_steps: int) -> None:
         """Some steps of everything, then to the end."""
@@ -83,6 +92,8 @@ class History:
             self._release_one_held()
         if self.live and rng.random() < 0.05:
             self._release(rng.choice(sorted(self.live)))
+        if self.live and rng.random() < 0.1:
+            self._cancel_one(rng.choice(sorted(self.live)))
         if rng.random() < 0.3:
             self._write_rubbish()
         if rng.random() < 0.05:
@@ -111,12 +122,14 @@ class History:
             cache_scope=rng.choice(("", "", "tenant")),
             time_budget_s=rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None,
             prompt_logprobs=rng.random() < 0.2,
+            candidates=tuple(sorted(rng.sample(range(8), rng.choice((1, 1, 2, 3, 6))))),
         )
         return self._as_later_attempt(spec) if rng.random() < 0.2 else spec
 
     def _as_later_attempt(self, spec: SequenceSpec) -> SequenceSpec:
         """The same, when an earlier attempt has given some of its tokens already."""
-        output = oracle(spec, eos=self.bench.eos, groups=self.groups)[0]
+        candidate = spec.candidates[0]
+        output = self._oracle(spec, candidate)[0]
         given = tuple(output[: self.rng.randrange(len(output))])
         name = spec.sequence_id.request_id
         return make_spec(
@@ -130,7 +143,22 @@ class History:
             ignore_eos=spec.ignore_eos,
             cache_scope=spec.cache_scope,
             prompt_logprobs=spec.prompt_logprobs,
+            candidates=(candidate,),
         )
+
+    def _oracle(self, spec: SequenceSpec, candidate: int) -> tuple[list[int], FinishReason]:
+        return oracle(spec, eos=self.bench.eos, groups=self.groups, candidate=candidate)
+
+    def _cancel_one(self, sequence_id: SequenceId) -> None:
+        """A stop string has come in one candidate. While a receiver writes, that is for the commit to say."""
+        spec, role = self.specs[sequence_id]
+        left = [i for i in spec.candidates if (sequence_id, i) not in self.silenced]
+        if role is SequenceRole.PREFILL_ONLY or sequence_id in self._parked():
+            return
+        candidate = self.rng.choice(left)
+        self.bench.release(sequence_id, candidate)
+        self.silenced.add((sequence_id, candidate))
+        self._note_ends(sequence_id)
 
     def _commit_one(self) -> None:
         parked = self._parked()
@@ -138,15 +166,20 @@ class History:
             return
         sequence_id = self.rng.choice(parked)
         spec = self.specs[sequence_id][0]
-        output, reason = oracle(spec, eos=self.bench.eos, groups=self.groups)
-        num_given = len(spec.output_ids)
-        is_last = len(output) == num_given + 1
-        self.bench.commit(spec, FirstToken(output[num_given], reason if is_last else None))
-        if is_last:
-            self.live.remove(sequence_id)
-            self.released.add(sequence_id)
-        else:
-            self.committed.add(sequence_id)
+        first_tokens = []
+        for candidate in spec.candidates:
+            output, reason = self._oracle(spec, candidate)
+            num_given = len(spec.output_ids)
+            is_last = len(output) == num_given + 1
+            if (sequence_id, candidate) in self.silenced or self.rng.random() < 0.05:
+                self.silenced.add((sequence_id, candidate))
+                continue
+            if is_last:
+                self.silenced.add((sequence_id, candidate))
+            first_tokens.append(FirstToken(output[num_given], reason if is_last else None, None, candidate))
+        self.bench.commit(spec, *first_tokens)
+        self.committed.add(sequence_id)
+        self._note_ends(sequence_id)
 
     def _parked(self) -> list[SequenceId]:
         reserved = [i for i in sorted(self.live) if self.bench.of(i, Reserved)]
@@ -180,13 +213,18 @@ class History:
     def _step(self) -> bool:
         output = self.bench.step()
         for sequence_id in list(self.live):
-            is_prefill = self.specs[sequence_id][1] is SequenceRole.PREFILL_ONLY
-            end = self.bench.end(sequence_id)
-            if end is not None and not is_prefill:
-                self.live.remove(sequence_id)
-            elif isinstance(end, DeadlineError):
+            spec, role = self.specs[sequence_id]
+            if role is not SequenceRole.PREFILL_ONLY:
+                self._note_ends(sequence_id)
+            elif isinstance(self.bench.end(sequence_id, spec.candidates[0]), DeadlineError):
                 self._release(sequence_id)
         return bool(output.scheduled)
+
+    def _note_ends(self, sequence_id: SequenceId) -> None:
+        spec = self.specs[sequence_id][0]
+        loud = [i for i in spec.candidates if (sequence_id, i) not in self.silenced]
+        if all(self.bench.end(sequence_id, candidate) is not None for candidate in loud):
+            self.live.remove(sequence_id)
 
     def _drain(self) -> None:
         """Nobody new comes, and receivers and readers do their part: all that is left must end."""
@@ -204,10 +242,14 @@ class History:
         assert self.bench.pool.num_available == self.bench.pool.num_blocks
         assert not self.bench.scheduler.has_work()
         for sequence_id, (spec, role) in self.specs.items():
-            self._check_sequence(sequence_id, spec, role)
+            for candidate in spec.candidates:
+                self._check_candidate(spec, role, candidate)
+            said = {event.candidate for event in self.bench.of(sequence_id, NewTokens)}
+            assert said <= set(spec.candidates)
 
-    def _check_sequence(self, sequence_id: SequenceId, spec: SequenceSpec, role: SequenceRole) -> None:
-        output, reason = oracle(spec, eos=self.bench.eos, groups=self.groups)
+    def _check_candidate(self, spec: SequenceSpec, role: SequenceRole, candidate: int) -> None:
+        sequence_id = spec.sequence_id
+        output, reason = self._oracle(spec, candidate)
         expected = output[len(spec.output_ids) :]
         if role is SequenceRole.PREFILL_ONLY:
             expected, reason_now = expected[:1], reason if len(expected) == 1 else None
@@ -215,12 +257,12 @@ class History:
             expected, reason_now = expected[1:], reason
         else:
             reason_now = reason
-        tokens, end = self.bench.tokens(sequence_id), self.bench.end(sequence_id)
+        tokens, end = self.bench.tokens(sequence_id, candidate), self.bench.end(sequence_id, candidate)
         self._check_scores(spec, role, is_whole=bool(tokens))
         assert tokens == expected[: len(tokens)]
         if isinstance(end, DeadlineError):
             assert spec.time_budget_s is not None
-        elif sequence_id not in self.released or end is not None:
+        elif (sequence_id not in self.released and (sequence_id, candidate) not in self.silenced) or end:
             assert (tokens, end) == (expected, reason_now)
 
     def _check_scores(self, spec: SequenceSpec, role: SequenceRole, *, is_whole: bool) -> None:
@@ -275,7 +317,10 @@ def test_random_histories_take_every_way(layers: str) -> None:
         stats = history.bench.pool.stats()
         preempted += history.bench.scheduler.stats().num_preemptions
         hits, evicted = hits + stats.num_hits, evicted + stats.num_evictions
-        late += sum(isinstance(history.bench.end(i), DeadlineError) for i in history.specs)
+        late += sum(
+            isinstance(history.bench.end(i, spec.candidates[0]), DeadlineError)
+            for i, (spec, _) in history.specs.items()
+        )
     assert min(preempted, hits, evicted, late) > 5
 
 

@@ -16,7 +16,8 @@ from paceline.core.ticket import KvTicket, ReadyBlock
 
 BLOCK_BYTES = 64
 NUM_POOL_BLOCKS = 32
-FIRST_TOKEN = FirstToken(7)
+# Of two candidates.
+FIRST_TOKENS = (FirstToken(7), FirstToken(8, candidate=2))
 FINGERPRINT = ModelFingerprint(
     weights="w",
     tokenizer="t",
@@ -84,7 +85,7 @@ class Owner:
     def finish(self, lease: Lease) -> None:
         """All blocks are ready, and the first token is known."""
         self.compute(lease, lease.num_blocks - len(lease.ready))
-        self.leases.complete(lease.lease_id, FIRST_TOKEN)
+        self.leases.complete(lease.lease_id, FIRST_TOKENS)
 
     def granted(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:
         """A complete lease."""

@@ -15,7 +15,7 @@ from paceline.core.kv_layout import BlockId
 from tests.kvtransfer.hand_over import (
     BLOCK_BYTES,
     FINGERPRINT,
-    FIRST_TOKEN,
+    FIRST_TOKENS,
     NUM_POOL_BLOCKS,
     Owner,
     contents,
@@ -97,7 +97,7 @@ class HandOver:
             return False
         finally:
             await prefill
-        assert received.first_token == FIRST_TOKEN
+        assert received.first_tokens == FIRST_TOKENS
         assert contents(self.store, self.block_ids) == self.held + self.computed[self.num_held :]
         return True
 
@@ -107,11 +107,11 @@ async def _prefill(owner: Owner, lease: Lease, rng: random.Random) -> None:
     fails_at = rng.randint(0, lease.num_blocks) if rng.random() < 0.1 else None
     for ordinal in range(lease.num_blocks):
         await asyncio.sleep(rng.uniform(0, 3))
-        if ordinal == fails_at or lease.first_token is not None:
+        if ordinal == fails_at or lease.first_tokens:
             break
         owner.compute(lease, 1)
     else:
-        owner.leases.complete(lease.lease_id, FIRST_TOKEN)
+        owner.leases.complete(lease.lease_id, FIRST_TOKENS)
     owner.leases.drop(lease.lease_id)
 
 

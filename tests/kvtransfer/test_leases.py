@@ -11,7 +11,7 @@ from paceline.core.errors import KvLostError, LeaseExpiredError
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import LeaseId
 from paceline.core.ticket import ReadyBlock
-from tests.kvtransfer.hand_over import FIRST_TOKEN, Owner
+from tests.kvtransfer.hand_over import FIRST_TOKENS, Owner
 from tests.virtual_time import in_virtual_time, virtual_clock
 
 BLOCK = ReadyBlock(BlockId(1), 7)
@@ -41,7 +41,7 @@ def test_an_unknown_lease_is_expired(owner: Owner) -> None:
     assert owner.leases.renew([unknown]) == [LeaseState.EXPIRED]
     assert owner.leases.release([unknown]) == [LeaseState.EXPIRED]
     assert not owner.leases.progress(unknown, [BLOCK])
-    assert not owner.leases.complete(unknown, FIRST_TOKEN)
+    assert not owner.leases.complete(unknown, FIRST_TOKENS)
     owner.leases.drop(unknown)
     with pytest.raises(KvLostError):
         owner.leases.get(unknown)
@@ -122,7 +122,7 @@ def test_a_prefill_learns_that_its_lease_has_ended(owner: Owner) -> None:
     lease = owner.grant([1, 2])
     assert owner.leases.release([lease.lease_id]) == [LeaseState.VALID]
     assert not owner.leases.progress(lease.lease_id, [BLOCK])
-    assert not owner.leases.complete(lease.lease_id, FIRST_TOKEN)
+    assert not owner.leases.complete(lease.lease_id, FIRST_TOKENS)
     assert owner.leases.stats().num_released == 1
 
 
@@ -131,7 +131,7 @@ def test_a_lease_completes_only_with_all_its_blocks(owner: Owner) -> None:
     lease = owner.grant([1, 2])
     owner.compute(lease, 1)
     with pytest.raises(AssertionError, match="all of its blocks"):
-        owner.leases.complete(lease.lease_id, FIRST_TOKEN)
+        owner.leases.complete(lease.lease_id, FIRST_TOKENS)
     with pytest.raises(AssertionError, match="more ready blocks"):
         owner.leases.progress(lease.lease_id, [BLOCK, BLOCK])
 
@@ -163,7 +163,7 @@ async def test_a_reader_wakes_with_the_first_token(owner: Owner) -> None:
     await _settle()
     assert not reader.done()
     owner.finish(lease)
-    assert await reader == FIRST_TOKEN
+    assert await reader == FIRST_TOKENS
 
 
 @pytest.mark.parametrize("end", ["drop", "release"])

@@ -12,7 +12,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import LeaseId, RequestId, SequenceId
 from paceline.core.ticket import ReadyBlock
-from tests.kvtransfer.hand_over import FIRST_TOKEN, block_hashes
+from tests.kvtransfer.hand_over import FIRST_TOKENS, block_hashes
 
 TTL_S = 30
 
@@ -66,7 +66,7 @@ class LeaseMachine(RuleBasedStateMachine):
         """The prefill has its result."""
         model = self.models[lease_id]
         if model.expires_at_s is None and model.num_ready == model.num_blocks:
-            assert self.table.complete(lease_id, FIRST_TOKEN) == model.holds(self.clock())
+            assert self.table.complete(lease_id, FIRST_TOKENS) == model.holds(self.clock())
             model.expires_at_s = self.clock() + TTL_S
 
     @rule(lease_id=leases)

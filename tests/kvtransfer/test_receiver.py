@@ -25,7 +25,7 @@ from paceline.core.ticket import KvTicket
 from tests.kvtransfer.hand_over import (
     BLOCK_BYTES,
     FINGERPRINT,
-    FIRST_TOKEN,
+    FIRST_TOKENS,
     NUM_POOL_BLOCKS,
     Owner,
     ScriptedTransport,
@@ -72,7 +72,7 @@ async def test_a_prompt_is_handed_over_whole() -> None:
     """Every block arrives in its place, the first token comes along, and the owner's blocks are free."""
     bench = Bench()
     received = await bench.receive()
-    assert received == ReceivedKv(FIRST_TOKEN, num_blocks=3, num_bytes=3 * BLOCK_BYTES)
+    assert received == ReceivedKv(FIRST_TOKENS, num_blocks=3, num_bytes=3 * BLOCK_BYTES)
     assert contents(bench.store, RESERVED) == bench.computed
     bench.assert_others_untouched()
     bench.assert_given_back()
@@ -285,7 +285,7 @@ async def test_a_piece_that_does_not_belong_is_not_written(piece: KvChunk) -> No
         [_piece(0, 0, 40), _piece(0, 40, 40)],
         [_piece(0, 0, 8), _piece(1, 0, 8)],
         [_piece(0, 0, 8), _piece(0, 0, 8)],
-        [PullEnd(FIRST_TOKEN)],
+        [PullEnd(FIRST_TOKENS)],
         [],
     ],
 )

@@ -14,7 +14,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import KvError, KvLostError, LeaseExpiredError
 from paceline.core.request import BootEpoch, LeaseId
 from paceline.core.ticket import KvTicket
-from tests.kvtransfer.hand_over import BLOCK_BYTES, FIRST_TOKEN, Owner, contents
+from tests.kvtransfer.hand_over import BLOCK_BYTES, FIRST_TOKENS, Owner, contents
 
 
 async def test_a_pull_gives_the_blocks_in_order_and_then_the_first_token(
@@ -23,7 +23,7 @@ async def test_a_pull_gives_the_blocks_in_order_and_then_the_first_token(
     """The pieces, joined, are the lease's blocks, each with its checksum from when it was computed."""
     lease = owner.granted([4, 2, 9], num_full=2)
     *chunks, end = await _all(transport, owner.ticket(lease))
-    assert end == PullEnd(FIRST_TOKEN)
+    assert end == PullEnd(FIRST_TOKENS)
     assert _joined(chunks) == contents(owner.store, owner.blocks_of(lease))
     checksums = {(chunk.ordinal, chunk.checksum) for chunk in chunks if isinstance(chunk, KvChunk)}
     assert checksums == {(ordinal, block.checksum) for ordinal, block in enumerate(lease.ready)}
@@ -38,7 +38,7 @@ async def test_blocks_travel_while_later_ones_are_computed(owner: Owner, transpo
             block = [await anext(messages), await anext(messages)]
             assert _joined(block)[-1] == bytes(owner.store.read(lease.ready[-1].block_id))
         owner.finish(lease)
-        assert await anext(messages) == PullEnd(FIRST_TOKEN)
+        assert await anext(messages) == PullEnd(FIRST_TOKENS)
 
 
 async def test_held_blocks_do_not_travel(owner: Owner, transport: KVTransport) -> None:
@@ -51,7 +51,7 @@ async def test_held_blocks_do_not_travel(owner: Owner, transport: KVTransport) -
 async def test_with_all_blocks_held_only_the_end_comes(owner: Owner, transport: KVTransport) -> None:
     """A receiver that has everything still gets the first token."""
     lease = owner.granted([4, 2])
-    assert await _all(transport, owner.ticket(lease), lease.block_hashes) == [PullEnd(FIRST_TOKEN)]
+    assert await _all(transport, owner.ticket(lease), lease.block_hashes) == [PullEnd(FIRST_TOKENS)]
 
 
 async def test_a_pull_can_be_repeated(owner: Owner, transport: KVTransport) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.chunks import LeaseState
 from paceline.core.errors import PacelineError
-from paceline.core.request import FinishReason, FirstToken, LeaseId, SequenceSpec
+from paceline.core.request import FinishReason, FirstToken, LeaseId, SamplingParams, SequenceSpec
 from paceline.engine.fake import FakeModelRunner, fake_prompt_logprobs
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
@@ -93,7 +93,7 @@ async def test_a_prompt_gives_ticket_progress_and_first_token(worker: Worker, ch
     assert (ticket.owner_id, ticket.boot_epoch) == worker.key
     assert (ticket.owner_address, ticket.fingerprint) == (worker.address, worker.loaded.fingerprint)
     assert [r.progress.computed_tokens for r in responses[1:4]] == [8, 16, 18]
-    first = first_token_from_proto(responses[-1].result.first_token)
+    first = first_token_from_proto(responses[-1].result.first_tokens[0])
     assert first == FirstToken(output_of(SPEC)[0])
 
 
@@ -131,7 +131,7 @@ async def test_a_first_token_that_ends_the_output_says_so(
 ) -> None:
     """The limit counts from the first token."""
     responses = await _all(_prefill(channels, worker, make_spec(max_tokens=max_tokens)))
-    first = first_token_from_proto(responses[-1].result.first_token)
+    first = first_token_from_proto(responses[-1].result.first_tokens[0])
     assert first.finish_reason is (FinishReason.LENGTH if max_tokens == 1 else None)
 
 
@@ -153,7 +153,7 @@ async def test_a_router_that_leaves_early_gives_everything_back(
     runner.open()
     await until(lambda: worker.is_idle)
     await require_empty(worker)
-    assert (await _all(_prefill(channels, worker, make_spec("next"))))[-1].result.first_token.token_id
+    assert (await _all(_prefill(channels, worker, make_spec("next"))))[-1].result.first_tokens[0].token_id
 
 
 async def test_a_repeated_call_does_not_harm_the_first(
@@ -166,7 +166,7 @@ async def test_a_repeated_call_does_not_harm_the_first(
     assert (await _refusal(channels, worker, SPEC)).reason == "INVARIANT"
     runner.open()
     responses = await first
-    assert responses[-1].result.first_token.token_id == output_of(SPEC)[0]
+    assert responses[-1].result.first_tokens[0].token_id == output_of(SPEC)[0]
     assert worker.leases.stats().num_active == 1
     assert (await _refusal(channels, worker, SPEC)).reason == "INVARIANT"
     assert _release(worker, responses) == [LeaseState.VALID]
@@ -221,3 +221,23 @@ async def test_a_sequence_of_another_attempt_is_another_sequence(worker: Worker,
     leases = {r[0].started.ticket.lease_id for r in responses}
     assert len(leases) == 2
     assert responses[0][-1].result == responses[1][-1].result
+
+
+async def test_a_family_has_one_ticket_and_a_first_token_for_each_candidate(
+    worker: Worker, channels: Channels
+) -> None:
+    """The prompt is computed once and lies under one lease, whose reader gets the same tokens."""
+    sampling = SamplingParams(seed=3)
+    spec = make_spec("family", SPEC.prompt_ids, sampling=sampling, num_top_logprobs=0, candidates=(0, 1, 4))
+    responses = await _all(_prefill(channels, worker, spec))
+    assert [r.progress.computed_tokens for r in responses[1:-1]] == [8, 16, 18]
+    first_tokens = [first_token_from_proto(first) for first in responses[-1].result.first_tokens]
+    assert [(first.candidate, first.token_id) for first in first_tokens] == [
+        (candidate, output_of(spec, candidate)[0]) for candidate in (0, 1, 4)
+    ]
+    assert all(first.logprob is not None for first in first_tokens)
+    assert worker.leases.stats().num_active == 1
+    lease = worker.leases.get(LeaseId(responses[0].started.ticket.lease_id))
+    assert lease.first_tokens == tuple(first_tokens)
+    assert _release(worker, responses) == [LeaseState.VALID]
+    await require_empty(worker)

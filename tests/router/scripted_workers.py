@@ -42,16 +42,16 @@ class BreakStreamError(Exception):
     """Raised by a script that breaks the stream it runs on."""
 
 
-def next_token(token_ids: tuple[int, ...]) -> int:
+def next_token(token_ids: tuple[int, ...], candidate: int = 0) -> int:
     """What every scripted worker says after these tokens."""
-    return (31 * sum(token_ids) + len(token_ids)) % 1000
+    return (31 * sum(token_ids) + len(token_ids) + 7 * candidate) % 1000
 
 
-def oracle(spec: SequenceSpec) -> tuple[int, ...]:
-    """The whole output of a sequence, earlier output included."""
+def oracle(spec: SequenceSpec, candidate: int = 0) -> tuple[int, ...]:
+    """The whole output of a sequence's candidate, earlier output included."""
     output = spec.output_ids
     while len(output) < spec.max_tokens:
-        output += (next_token(spec.prompt_ids + output),)
+        output += (next_token(spec.prompt_ids + output, candidate),)
     return output
 
 
@@ -83,6 +83,8 @@ class ScriptedWorker(
         self.ended_prefills: list[SequenceSpec] = []
         self.submits: list[tuple[SequenceSpec, bool]] = []
         self.cancels: list[tuple[str, int]] = []
+        # (attempt, candidate) of those that were cancelled alone.
+        self.cancelled_candidates: list[tuple[int, int]] = []
         self.released: list[str] = []
         self.num_asked = 0
         # Set, and replaced, whenever one of these lists has grown.
@@ -237,6 +239,9 @@ class ScriptedWorker(
         async for request in requests:
             if request.WhichOneof("command") == "cancel":
                 key = (request.cancel.request_id, request.cancel.attempt)
+                if request.cancel.HasField("candidate"):
+                    self._note(self.cancelled_candidates, (request.cancel.attempt, request.cancel.candidate))
+                    continue
                 if key in running:
                     running[key].cancel()
                 self._note(self.cancels, key)
@@ -288,12 +293,15 @@ def progress(num_tokens: int) -> prefill_pb2.PrefillResponse:
 
 
 def result(spec: SequenceSpec, reason: FinishReason | None = None) -> prefill_pb2.PrefillResponse:
-    """The last event of a prefill; ends the candidate when it may have one token only."""
+    """The last event of a prefill; ends the candidates when they may have one token only."""
     if reason is None and spec.max_tokens == len(spec.output_ids) + 1:
         reason = FinishReason.LENGTH
-    first = FirstToken(next_token(spec.known_ids), reason)
+    first_tokens = [
+        FirstToken(next_token(spec.known_ids, candidate), reason, candidate=candidate)
+        for candidate in spec.candidates
+    ]
     return prefill_pb2.PrefillResponse(
-        result=prefill_pb2.PrefillResult(first_token=first_token_to_proto(first))
+        result=prefill_pb2.PrefillResult(first_tokens=map(first_token_to_proto, first_tokens))
     )
 
 
@@ -308,11 +316,15 @@ def decode_started() -> decode_pb2.SequenceEvent:
     return decode_pb2.SequenceEvent(started=decode_pb2.SequenceStarted(cached_tokens=8, queued_s=0.5))
 
 
-def tokens(first_index: int, token_ids: tuple[int, ...], *, ends: bool = False) -> decode_pb2.SequenceEvent:
+def tokens(
+    first_index: int, token_ids: tuple[int, ...], *, ends: bool = False, candidate: int = 0
+) -> decode_pb2.SequenceEvent:
     """New tokens."""
     reason = finish_reason_to_proto(FinishReason.LENGTH if ends else None)
     return decode_pb2.SequenceEvent(
-        tokens=decode_pb2.SequenceTokens(first_index=first_index, token_ids=token_ids, finish_reason=reason)
+        tokens=decode_pb2.SequenceTokens(
+            first_index=first_index, token_ids=token_ids, finish_reason=reason, candidate=candidate
+        )
     )
 
 
@@ -366,13 +378,15 @@ async def good_decode(
 async def decode_until(
     spec: SequenceSpec, has_ticket: bool, num_tokens: int
 ) -> AsyncGenerator[decode_pb2.SequenceEvent, None]:
-    """The events up to so many output tokens."""
+    """The events up to so many output tokens of each candidate."""
     yield kv_received() if has_ticket else decode_started()
     for message in [] if has_ticket else scores_in_chunks(spec):
         yield decode_pb2.SequenceEvent(prompt_scored=message)
-    output = oracle(spec)
+    outputs = {candidate: oracle(spec, candidate) for candidate in spec.candidates}
     for index in range(len(spec.output_ids) + has_ticket, num_tokens):
-        yield tokens(index, (output[index],), ends=index == spec.max_tokens - 1)
+        for candidate, output in outputs.items():
+            ends = index == spec.max_tokens - 1
+            yield tokens(index, (output[index],), ends=ends, candidate=candidate)
 
 
 def prefill_that(

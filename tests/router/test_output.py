@@ -20,11 +20,11 @@ def ids(byte_level: Tokenizer) -> tuple[int, ...]:
     return byte_level.encode(TEXT)
 
 
-def _stream(tokenizer: Tokenizer, **stopping: object) -> OutputStream:
+def _stream(tokenizer: Tokenizer, n: int = 1, **stopping: object) -> OutputStream:
     conditions = StopConditions(**stopping)  # type: ignore[arg-type] # each has its field's type
     timeline = RequestTimeline(ManualClock())
     return OutputStream(
-        tokenizer, conditions, timeline, request_id="minted", num_prompt_tokens=7, queue_position=2
+        tokenizer, conditions, timeline, request_id="minted", num_prompt_tokens=7, queue_position=2, n=n
     )
 
 
@@ -213,3 +213,39 @@ def test_a_stop_string_that_the_last_token_completes_wins_over_length(
     responses = _take(output, *_one_by_one(ids, FinishReason.LENGTH))
     assert _finish(output, responses).stop == "four"
     assert _text(responses) == "one two three "
+
+
+# -- several candidates
+
+
+def test_each_candidate_has_its_own_text_stop_string_and_end(
+    byte_level: Tokenizer, ids: tuple[int, ...]
+) -> None:
+    """A stop string in one ends that one; the others go on, and the stream ends with the last of them."""
+    output = _stream(byte_level, n=2, stop=("three",))
+    events: list[DispatchEvent] = [Placed(0, is_local=True, reason=""), PromptComputed(3, "w")]
+    other = byte_level.encode("four")
+    events += [Tokens((token_id,), None, (), 1) for token_id in ids]
+    responses = _take(output, *events)
+    assert output.has_ended(1)
+    assert not output.has_ended(0)
+    before = output.finish_reason
+    later = output.take(Tokens(other, FinishReason.LENGTH, (), 0))
+    assert (before, output.finish_reason) == (None, FinishReason.LENGTH)
+    assert [response.index for response in responses] == [0, 0, *[1] * (len(responses) - 2)]
+    assert {response.index for response in later} == {0}
+    assert (_text(responses), _text(later)) == ("one two ", "four")
+    first, second = responses[-1].finish, later[-1].finish
+    assert (first.reason, first.stop) == (generation_pb2.FINISH_REASON_STOP, "three")
+    assert second.reason == generation_pb2.FINISH_REASON_LENGTH
+    assert (first.usage.prompt_tokens, second.usage.prompt_tokens) == (7, 7)
+    assert second.usage.output_tokens == len(other)
+    assert output.num_output_tokens == first.usage.output_tokens + len(other)
+
+
+def test_a_migration_names_the_candidate_that_goes_on(byte_level: Tokenizer) -> None:
+    """Each candidate that a later attempt carries on by itself has its own Migrated."""
+    output = _stream(byte_level, n=3)
+    later = [Placed(number, is_local=True, reason="KV_LOST", candidate=number) for number in (1, 2)]
+    responses = _take(output, Placed(0, is_local=True, reason=""), *later)
+    assert [(r.WhichOneof("event"), r.index) for r in responses[1:]] == [("migrated", 1), ("migrated", 2)]

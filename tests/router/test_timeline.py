@@ -49,11 +49,13 @@ def test_a_request_without_tokens_has_no_phases() -> None:
 
 
 def test_hand_overs_add_up() -> None:
-    """Blocks, bytes and seconds of every hand-over of the request, and who worked on it last."""
+    """Blocks, bytes and seconds of every hand-over, preemptions of every candidate, and who worked on it last."""
     timeline = RequestTimeline(ManualClock())
     timeline.note_transfer(3, 300, 0.5)
     timeline.note_transfer(2, 200, 0.25)
-    timeline.prefill_worker, timeline.decode_worker, timeline.num_preemptions = "p", "d", 4
+    timeline.prefill_worker, timeline.decode_worker = "p", "d"
+    for candidate, num_preemptions in ((0, 1), (1, 1), (0, 3)):
+        timeline.note_preemptions(candidate, num_preemptions)
     proto = timeline.to_proto()
     assert (proto.kv_blocks, proto.kv_bytes, proto.transfer_s) == (5, 500, 0.75)
     assert (proto.prefill_worker, proto.decode_worker, proto.preemptions) == ("p", "d", 4)

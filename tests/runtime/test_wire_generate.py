@@ -69,7 +69,7 @@ def test_a_bare_prompt_gets_the_defaults_of_the_contract() -> None:
     assert request.stopping.max_tokens is None
     assert (request.stopping.stop, request.stopping.stop_token_ids) == ((), ())
     assert (request.stopping.ignore_eos, request.stopping.include_stop) == (False, False)
-    assert request.bypass_cache is False
+    assert (request.bypass_cache, request.n) == (False, 1)
 
 
 def test_everything_that_is_built_is_taken_over() -> None:
@@ -81,7 +81,7 @@ def test_everything_that_is_built_is_taken_over() -> None:
         stopping=Stopping(
             max_tokens=9, stop=["a", "b"], stop_token_ids=[4, 5], ignore_eos=True, include_stop=True
         ),
-        n=1,
+        n=3,
         priority=inference_pb2.PRIORITY_STANDARD,
         cache=inference_pb2.CacheOptions(bypass=True),
     )
@@ -93,7 +93,7 @@ def test_everything_that_is_built_is_taken_over() -> None:
     assert request.stopping.max_tokens == 9
     assert (request.stopping.stop, request.stopping.stop_token_ids) == (("a", "b"), (4, 5))
     assert (request.stopping.ignore_eos, request.stopping.include_stop) == (True, True)
-    assert (request.client_request_id, request.bypass_cache) == ("mine", True)
+    assert (request.client_request_id, request.bypass_cache, request.n) == ("mine", True, 3)
 
 
 def test_a_chat_keeps_roles_and_contents_in_order() -> None:
@@ -179,6 +179,7 @@ def test_the_last_allowed_value_is_allowed(message: inference_pb2.GenerateReques
         (_stopping(min_tokens=100), BadStopError, "stopping.min_tokens"),
         (_stopping(min_tokens=3, max_tokens=2), BadStopError, "stopping.min_tokens"),
         (Generate(text="hello", n=0), BadSamplingError, "n"),
+        (Generate(text="hello", n=5), BadSamplingError, "n"),
         (_stopping(max_tokens=0), BadStopError, "stopping.max_tokens"),
         (_stopping(max_tokens=100), BadStopError, "stopping.max_tokens"),
         (_stopping(stop=[""]), BadStopError, "stopping.stop"),
@@ -282,7 +283,6 @@ def test_the_longest_entries_are_as_long_as_they_are_thought_to_be() -> None:
 # A value other than the default for every field that is not built yet, and how the refusal names it.
 UNBUILT = {
     "GenerateRequest.priority": (Generate(priority=inference_pb2.PRIORITY_BATCH), "priority"),
-    "GenerateRequest.n": (Generate(n=2), "n"),
     "CacheOptions.public_prefix": (
         Generate(cache=inference_pb2.CacheOptions(public_prefix="")),
         "cache.public_prefix",
@@ -290,6 +290,7 @@ UNBUILT = {
 }
 # Two messages for every field that is honoured: what they become differs.
 BUILT = {
+    "GenerateRequest.n": (Generate(text="x"), Generate(text="x", n=2)),
     "GenerateRequest.client_request_id": (Generate(text="x"), Generate(text="x", client_request_id="mine")),
     "GenerateRequest.text": (Generate(text="x"), Generate(text="y")),
     "GenerateRequest.token_ids": (_ids(1), _ids(2)),

@@ -74,6 +74,7 @@ Specs = st.builds(
     ),
     min_tokens=Uint32,
     num_top_logprobs=st.none() | st.integers(0, 20),
+    candidates=st.sets(st.integers(0, 20), min_size=1).map(sorted).map(tuple),
     prompt_logprobs=st.booleans(),
     max_tokens=st.integers(5, 2**32 - 1),
     output_ids=Ids,
@@ -132,7 +133,7 @@ def test_every_finish_reason_has_a_number_and_every_number_a_reason() -> None:
 
 
 LOGPROB = TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5)))
-FIRST = FirstToken(7, FinishReason.EOS, LOGPROB)
+FIRST = FirstToken(7, FinishReason.EOS, LOGPROB, candidate=2)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +177,9 @@ def test_context_and_sequence_carry_every_field_of_a_spec() -> None:
 @pytest.mark.parametrize(
     "sequence",
     [
-        engine_pb2.SequenceSpec(max_tokens=3),
-        engine_pb2.SequenceSpec(prompt_ids=[1]),
-        engine_pb2.SequenceSpec(prompt_ids=[1], output_ids=[2, 3], max_tokens=2),
+        engine_pb2.SequenceSpec(max_tokens=3, candidates=[0]),
+        engine_pb2.SequenceSpec(prompt_ids=[1], candidates=[0]),
+        engine_pb2.SequenceSpec(prompt_ids=[1], output_ids=[2, 3], max_tokens=2, candidates=[0]),
     ],
     ids=["no-prompt", "no-limit", "no-token-left"],
 )
@@ -189,3 +190,13 @@ def test_work_that_no_router_sends_is_our_own_bug(sequence: engine_pb2.SequenceS
     sequence.prompt_ids.append(1)
     sequence.max_tokens += 1
     assert spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence).prompt_ids
+
+
+@pytest.mark.parametrize("candidates", [[], [1, 1], [2, 1]], ids=["none", "twice", "not in order"])
+def test_candidates_that_no_router_sends_are_our_own_bug(candidates: list[int]) -> None:
+    """At least one, each once, ascending: anything else is refused as INVARIANT."""
+    sequence = engine_pb2.SequenceSpec(prompt_ids=[1], max_tokens=1, candidates=candidates)
+    with pytest.raises(InvariantError, match="candidates"):
+        spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence)
+    sequence.candidates[:] = [1, 2]
+    assert spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence).candidates == (1, 2)

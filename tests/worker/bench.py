@@ -33,9 +33,9 @@ VOCAB_SIZE, EOS = 480, frozenset({2})
 PREFILL, DECODE = inference_pb2.WORKER_ROLE_PREFILL, inference_pb2.WORKER_ROLE_DECODE
 
 
-def output_of(spec: SequenceSpec) -> tuple[int, ...]:
+def output_of(spec: SequenceSpec, candidate: int = 0) -> tuple[int, ...]:
     """The oracle's output."""
-    return tuple(oracle(spec, vocab_size=VOCAB_SIZE, eos=EOS)[0])
+    return tuple(oracle(spec, vocab_size=VOCAB_SIZE, eos=EOS, candidate=candidate)[0])
 
 
 @asynccontextmanager

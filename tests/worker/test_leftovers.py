@@ -39,7 +39,7 @@ class System:
 
     async def settle(self) -> None:
         """Returns when nobody has anything to do any more; the workers' blocks are free then."""
-        await until(lambda: not self.dispatcher._releases)
+        await until(lambda: not self.dispatcher._lease_release._tasks)
         await until(lambda: all(worker.is_idle for worker in self.workers))
         for worker in self.workers:
             await require_empty(worker)

@@ -44,7 +44,7 @@ class ComparingRunner(ModelRunner):
         """See Runner.execute."""
         self.steps.append(output.scheduled)
         step = super().execute(output)
-        sampling = [item for item in output.scheduled if item.sample is not None]
+        sampling = [item for item in output.scheduled if item.samples]
         for item, token_id in zip(sampling, step.token_ids, strict=True):
             self.num_tokens += 1
             self.num_wrong_tokens += token_id != self._references[item.sequence_id].next_token(item.end - 1)
@@ -73,7 +73,7 @@ class Bench:
         self.runner = runner
         self.pool = BlockPool(num_blocks, runner.memory.layout.block_size, runner.memory.layout.groups)
         config = SchedulerConfig(max_num_batched_tokens, max_num_seqs=8)
-        self._scheduler = Scheduler(config, self.pool, runner.memory.checksum)
+        self._scheduler = Scheduler(config, self.pool, runner.memory)
         self._engine = Engine(self._scheduler, runner)
 
     def add(
@@ -103,7 +103,7 @@ class Bench:
 
     def commit(self, sequence_id: SequenceId, first: FirstToken) -> None:
         """The sequence's blocks have been filled."""
-        self._engine.commit(sequence_id, first)
+        self._engine.commit(sequence_id, [first])
 
     def steps(self, num_steps: int) -> list[Event]:
         """Some steps; what they said."""
