@@ -17,6 +17,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = tuple((13 * i + 5) % VOCAB_SIZE for i in range(150))
 SEEDED: GenerateOptions = {"n": 4, "seed": 9, "max_tokens": 40}
+WHOLE: GenerateOptions = {**SEEDED, "ignore_eos": True}
+SHORT: GenerateOptions = {"seed": 9, "max_tokens": 5, "bypass_cache": True}
+SHORT_FAMILY: GenerateOptions = {**SHORT, "n": 4}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -74,17 +77,17 @@ async def test_a_stream_of_candidates_is_numbered_without_gaps(cluster: Cluster)
 async def test_the_prompt_is_handed_over_once(idle_fake_cluster: Cluster) -> None:
     """Four candidates move as many bytes as one."""
     complete = idle_fake_cluster.client.generate_texts
-    options: GenerateOptions = {"seed": 9, "max_tokens": 5, "bypass_cache": True}
-    (one,), four = await complete(PROMPT, **options), await complete(PROMPT, n=4, **options)
+    (one,), four = await complete(PROMPT, **SHORT), await complete(PROMPT, **SHORT_FAMILY)
     assert one.timeline.kv_bytes == four[3].timeline.kv_bytes > 0
     assert one.timeline.kv_blocks == four[3].timeline.kv_blocks == 10
 
 
 async def test_a_stop_string_ends_its_candidate_alone(cluster: Cluster) -> None:
     """Each text ends before the string's first place in it, if it has one; the others are whole."""
-    whole = await cluster.client.generate_texts(PROMPT, ignore_eos=True, **SEEDED)
+    whole = await cluster.client.generate_texts(PROMPT, **WHOLE)
     stop = whole[1].text[20:24]
-    answers = await cluster.client.generate_texts(PROMPT, ignore_eos=True, stop=[stop], **SEEDED)
+    stopping: GenerateOptions = {**WHOLE, "stop": [stop]}
+    answers = await cluster.client.generate_texts(PROMPT, **stopping)
     for before, answer in zip(whole, answers, strict=True):
         assert answer.text == before.text.split(stop)[0]
         assert answer.finish_reason == ("stop" if stop in before.text else "length")

@@ -4,12 +4,13 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from paceline.core.errors import DeadlineError, InvariantError, KvLostError
 from paceline.core.prefix import PrefixChanges
-from paceline.core.request import FirstToken, SequenceSpec
+from paceline.core.request import FirstToken, SamplingParams, SequenceSpec
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine, Runner, StepResult
@@ -302,3 +303,55 @@ async def test_stop_ends_the_thread_and_the_events() -> None:
         await asyncio.sleep(0)
     assert len(heard) == num_heard
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+async def test_a_sink_hears_until_the_last_candidate_has_ended() -> None:
+    """Three candidates of one sequence, one of which ends before the others: one sink, and the id is in use until the end."""
+    sampling = SamplingParams(seed=3)
+    spec = make_spec("family", sampling=sampling, max_tokens=12, candidates=(0, 1, 2))
+    stop = oracle(spec, candidate=1)[0][4]
+    spec = replace(spec, stop_token_ids=(stop,))
+    heard: list[NewTokens] = []
+    counts: list[tuple[int, int]] = []
+    over = asyncio.Event()
+    async with _running(_engine(_fake_runner())) as engine:
+
+        def sink(events: Sequence[Event]) -> None:
+            """Keeps the tokens, and how many candidates have ended while how many sequences are known."""
+            heard.extend(event for event in events if isinstance(event, NewTokens))
+            num_ended = sum(event.finish_reason is not None for event in heard)
+            counts.append((num_ended, engine.num_sequences))
+            if num_ended == 3:
+                over.set()
+
+        engine.submit(spec, SequenceRole.GENERATE, sink)
+        assert not engine.submit(spec, SequenceRole.GENERATE, sink)
+        await asyncio.wait_for(over.wait(), 10)
+    assert all(num_known == (num_ended < 3) for num_ended, num_known in counts)
+    assert any(0 < num_ended < 3 for num_ended, _ in counts)
+    for candidate in range(3):
+        own = [event for event in heard if event.candidate == candidate]
+        assert _tokens(own) == oracle(spec, candidate=candidate)[0]
+
+
+async def test_a_released_candidate_says_nothing_more() -> None:
+    """From the moment of the call, although a step is under way; with the last candidate the sequence is over."""
+    runner = GatedRunner(_fake_runner())
+    spec = make_spec("family", max_tokens=30, candidates=(0, 1))
+    async with _running(_engine(runner)) as engine:
+        heard: list[Event] = []
+        runner.close()
+        engine.submit(spec, SequenceRole.GENERATE, heard.extend)
+        await runner.until_arrived()
+        runner.let_one_pass()
+        await runner.until_arrived()
+        engine.release_candidate(spec.sequence_id, 0)
+        num_told = len(heard)
+        runner.open()
+        await _one_step(engine)
+        new = [event for event in heard[num_told:] if isinstance(event, NewTokens)]
+        assert {event.candidate for event in new} == {1}
+        engine.release_candidate(spec.sequence_id, 1)
+        assert engine.num_sequences == 0
+        await _one_step(engine)
+        assert engine.stats.num_free_blocks == NUM_BLOCKS

@@ -230,3 +230,21 @@ async def test_merged_streams_wait_for_their_reader_and_end_together() -> None:
 
 def _decode_key(cluster: ScriptedCluster) -> WorkerKey:
     return cluster.registry.views(cluster.decode[0].info.role)[0].key
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_log_probabilities_of_the_prompt_are_told_once(mode: str) -> None:
+    """However many candidates there are, and not again by those that go on by themselves."""
+    spec = make_spec(
+        "asking", tuple(range(20)), max_tokens=6, num_top_logprobs=0, prompt_logprobs=True, candidates=(0, 1)
+    )
+    async with scripted_cluster(disaggregate=mode) as cluster:
+        cluster.decode[0].decode_scripts.append(decode_that(2, failed(KvLostError("lost"))))
+        events = await cluster.run(cluster.job(spec))
+    told = [event.prompt_logprobs for event in events if isinstance(event, PromptComputed)]
+    assert [len(each) for each in told if each] == [19]
+    later = [spec for spec, _ in cluster.decode[0].submits[1:]]
+    assert all(spec.prompt_logprobs is not bool(spec.output_ids) for spec in later)
+    assert {candidate: output[-1] for candidate, output in _outputs(events).items()} == {
+        candidate: oracle(spec, candidate)[-1] for candidate in (0, 1)
+    }

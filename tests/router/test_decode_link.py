@@ -228,3 +228,36 @@ async def test_events_of_the_unknown_are_dropped(worker: ScriptedWorker, link: D
     again: SequenceSpec = make_spec(attempt=1, max_tokens=5)
     assert _token_ids(await _read(link.submit(again, None))) == WHOLE
     assert SPEC.sequence_id == make_id()
+
+
+async def test_one_candidate_is_cancelled_once_and_the_others_go_on(
+    worker: ScriptedWorker, link: DecodeLink
+) -> None:
+    """What is not kept is given up at the worker; what has ended by itself is not, and the last end is the handle's."""
+    spec = make_spec("family", max_tokens=3, candidates=(0, 1, 2))
+    handle = link.submit(spec, None)
+    ends = 0
+    async with asyncio.timeout(10):
+        async for event in handle:
+            ends += bool(event.tokens.finish_reason)
+            if event.tokens.first_index == 1:
+                handle.keep({0, 2})
+                handle.keep({0, 2})
+            if ends == 3:
+                break
+    await worker.until(lambda: bool(worker.cancelled_candidates))
+    handle.keep(set())
+    assert link.num_sequences == 0
+    handle.close()
+    await _read(link.submit(SPEC, None))
+    assert (worker.cancelled_candidates, worker.cancels) == ([(0, 1)], [])
+
+
+async def test_a_family_has_room_for_the_unread_events_of_each_candidate(link: DecodeLink) -> None:
+    """Eight unread events a candidate are no reason to lose them, though together they are many more."""
+    spec = make_spec("family", max_tokens=6, candidates=(0, 1, 2))
+    handle = link.submit(spec, None)
+    while link.num_sequences:  # noqa: ASYNC110 - the link has no event for it
+        await asyncio.sleep(0)
+    events = [await anext(handle) for _ in range(1 + 3 * 6)]
+    assert sum(bool(event.tokens.finish_reason) for event in events) == 3
