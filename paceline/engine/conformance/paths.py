@@ -19,6 +19,7 @@ from paceline.engine.sequence import SequenceRole
 TOLERANCE = 1e-4  # largest difference of any logit in fp32
 MIN_PROMPT_TOKENS = 70  # more than the largest chunk
 NUM_OUTPUT_TOKENS = 6
+_MAX_BOUNDARIES = 10  # where prefixes end that are to be hit; each takes two passes over the prompt
 E = TypeVar("E", bound=Event)
 
 
@@ -122,10 +123,13 @@ def _mixed(subject: Subject) -> ComparingRunner:
 
 
 def _prefix_hits(subject: Subject) -> ComparingRunner:
-    """At every block boundary: the beginning of the prompt is cached, and the rest computed; at least its last token."""
+    """At block boundaries: the beginning of the prompt is cached, and the rest computed; at least its last token.
+
+    At every one where there are few, as in the tiny models' prompts; else at some from the first to the last.
+    """
     runner, num_tokens = _runner(subject), len(subject.long.prompt_ids)
     most_hits = (num_tokens - 1) // subject.block_size
-    for num_blocks in range(1, num_tokens // subject.block_size + 1):
+    for num_blocks in _boundaries(num_tokens // subject.block_size):
         bench = _bench(subject, num_tokens, runner)
         bench.add("first", subject.long, num_prompt_tokens=num_blocks * subject.block_size)
         bench.run()
@@ -134,6 +138,12 @@ def _prefix_hits(subject: Subject) -> ComparingRunner:
         expected = min(num_blocks, most_hits) * subject.block_size
         assert started.num_cached_tokens == expected, "the prefix was not found"
     return runner
+
+
+def _boundaries(num_blocks: int) -> list[int]:
+    """At most _MAX_BOUNDARIES numbers from 1 to `num_blocks`, evenly spread; the first and the last are among them."""
+    count = min(num_blocks, _MAX_BOUNDARIES)
+    return [1 + round(i * (num_blocks - 1) / max(1, count - 1)) for i in range(count)]
 
 
 def _preempted(subject: Subject) -> ComparingRunner:
