@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.schedules import Counts, Witness, run_schedule
 from paceline.core.errors import ConfigError, FingerprintMismatchError
-from paceline.core.kv_layout import KV_TYPES
+from paceline.core.kv_layout import KV_TYPES, min_blocks
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE
 from paceline.engine.conformance.paths import MIN_PROMPT_TOKENS, NUM_OUTPUT_TOKENS, PATHS, Subject, run_path
@@ -33,7 +33,7 @@ def _subject(name: str, kv_dtype: str) -> Subject:
     """A tiny model whose reference is itself: each prompt computed whole, with the same type of KV."""
     model = build_tiny(name)
     layout = use_paged_attention(model, kv_dtype, TINY_BLOCK_SIZE)
-    runner = ModelRunner(model, layout, num_blocks=16)
+    runner = ModelRunner(model, layout, layout.num_blocks_for(MIN_PROMPT_TOKENS + NUM_OUTPUT_TOKENS))
     lengths = (MIN_PROMPT_TOKENS, 2 * TINY_BLOCK_SIZE - 1, 2 * TINY_BLOCK_SIZE - 1)
     vocab_size = model.config.get_text_config().vocab_size
     long, *short = (
@@ -81,7 +81,7 @@ def test_exact_mode_stays_exact(name: str, dtype: str, kv_dtype: str) -> None:
     assert witness.num_mismatches == 0
     assert witness.num_compared > 20
     assert min(counts.num_chunks, counts.num_mixed_steps, counts.num_hits, counts.num_hand_overs) > 0
-    assert require_exact(ModelRunner(model, layout, num_blocks=4), 96, layout).startswith("exact:")
+    assert require_exact(ModelRunner(model, layout, min_blocks(layout)), 96, layout).startswith("exact:")
 
 
 def test_the_type_of_the_kv_is_part_of_the_fingerprint(tmp_path: Path) -> None:
