@@ -50,6 +50,8 @@ def load_model(
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
     model with latent attention keeps: "expanded" keys and values, or the "latent".
     """
+    if exactness == "exact" and mla == "latent":
+        raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
     model = _from_pretrained(directory, dtype)
     layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla)
     if layout.has_latents:

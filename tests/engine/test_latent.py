@@ -1,11 +1,13 @@
 """A compact cache of latents: smaller, and only for models that offer one."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.core.errors import ConfigError, UnsupportedModelError
 from paceline.core.kv_layout import LayerKV
 from paceline.engine.conformance.architectures import SERVED, WITH_LATENTS, build_tiny
-from paceline.engine.model_loader import max_tokens_of, use_paged_attention
+from paceline.engine.model_loader import load_model, max_tokens_of, use_paged_attention
 from paceline.engine.probe import probe_layers
 from paceline.launcher.config import UpConfig
 from paceline.worker.config import WorkerConfig
@@ -29,6 +31,12 @@ def test_a_model_without_latents_is_refused(name: str) -> None:
     model = build_tiny(name)
     with pytest.raises(UnsupportedModelError, match=r"no latents .* --mla expanded"):
         probe_layers(model, max_tokens_of(model), "latent")
+
+
+def test_exact_mode_is_refused_before_anything_is_loaded() -> None:
+    """Whoever asks for both, not only a worker by its settings."""
+    with pytest.raises(ConfigError, match="expanded only"):
+        load_model(Path("nowhere"), "float32", 8, exactness="exact", mla="latent")
 
 
 def test_those_with_latents_are_served_without_them_too() -> None:
