@@ -286,7 +286,7 @@ class History:
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) -> None:
     """Adds, cancels, commits, releases and deadlines in any order: every sequence ends once, with the right tokens."""
     history = History(seed, layers=layers)
@@ -298,20 +298,20 @@ def test_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) -> No
 def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers: str) -> None:
     """Blocks collide all the time, are counted, and give nobody another's tokens."""
     num_collisions = num_hits = 0
-    for seed in range(30):
+    for seed in range(15):
         history = History(seed, _hash_of_8_bits, layers)
         history.run(120)
         num_collisions += history.bench.pool.stats().num_collisions
         num_hits += history.bench.pool.stats().num_hits
-    assert num_collisions > 100
-    assert num_hits > 30
+    assert num_collisions > 50
+    assert num_hits > 15
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_random_histories_take_every_way(layers: str) -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
     preempted = hits = evicted = late = 0
-    for seed in range(30):
+    for seed in range(15):
         history = History(seed, layers=layers)
         history.run(120)
         stats = history.bench.pool.stats()
@@ -321,7 +321,7 @@ def test_random_histories_take_every_way(layers: str) -> None:
             isinstance(history.bench.end(i, spec.candidates[0]), DeadlineError)
             for i, (spec, _) in history.specs.items()
         )
-    assert min(preempted, hits, evicted, late) > 5
+    assert min(preempted, hits, evicted, late) > 2
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 # Plain; key biases; windows and soft caps; windows; sinks and experts; experts; Conv1D-like biases, one key head.
 KINDS = ("llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_bigcode")
+QUICK = ("llama", "gemma2", "gpt_oss")
 INEXACT = ("apertus", "deepseek_v2", "gemma3n", "gpt2", "phi3_longrope", "phimoe")
 BLOCK_SIZE = 8
 # What the documents promise of fast mode, in standard deviations of a row's logits.
@@ -40,7 +41,7 @@ def _run(name: str, dtype: str, mode: str, seeds: range) -> tuple[Witness, Count
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", QUICK)
 def test_random_schedules_do_not_change_a_bit(name: str, dtype: str) -> None:
     """Chunk cuts, batch mates, hits, preemptions and hand-overs: equal logits and equal blocks, each compared."""
     witness, counts = _run(name, dtype, "exact", range(2))
@@ -95,7 +96,7 @@ def test_the_default_model_is_exact(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_fast_mode_changes_bits_and_drifts_within_what_it_publishes(dtype: str) -> None:
     """The same schedules find differences in fast mode, so they can fail; and the differences are small."""
-    witnesses = {name: _run(name, dtype, "fast", range(2))[0] for name in KINDS}
+    witnesses = {name: _run(name, dtype, "fast", range(2))[0] for name in QUICK}
     assert witnesses["llama"].num_mismatches > 0
     assert 0 < max(witness.max_drift for witness in witnesses.values()) < FAST_DRIFT[dtype]
 
