@@ -22,7 +22,7 @@ from paceline.v1 import inference_pb2
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
 from tests.tiny_model import VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 # Slow enough for something to happen in the middle, quick enough to wait for.
 SLOW_STEPS = {"fake_step_ms": 5}

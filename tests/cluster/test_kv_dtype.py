@@ -11,7 +11,7 @@ from tests.cluster.support import random_prompts, running_cluster
 from tests.engine.whole import whole_reference
 from tests.tiny_model import VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 BLOCK_SIZE = 16
 NUM_OUTPUT_TOKENS = 12

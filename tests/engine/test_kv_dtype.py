@@ -21,6 +21,8 @@ from paceline.launcher.config import UpConfig
 from paceline.worker.config import WorkerConfig
 from tests.engine.whole import whole_reference
 
+pytestmark = pytest.mark.thorough
+
 QUANTISED = ("fp8", "int8", "int4")
 # Plain; windows and soft caps; keys and values of other sizes; sinks and experts; shared keys and values.
 KINDS = ("llama", "gemma2", "deepseek_v3", "gpt_oss", "gemma4")

@@ -294,6 +294,7 @@ def test_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) -> No
     assert history.bench.pool.stats().num_collisions == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", LAYERS)
 def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers: str) -> None:
     """Blocks collide all the time, are counted, and give nobody another's tokens."""
@@ -307,6 +308,7 @@ def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers:
     assert num_hits > 15
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", LAYERS)
 def test_random_histories_take_every_way(layers: str) -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""

@@ -45,6 +45,7 @@ def test_every_path_is_plain_transformers(path: str) -> None:
     assert result.passed, result
 
 
+@pytest.mark.thorough
 def test_exact_mode_keeps_every_bit() -> None:
     """Random schedules find no difference."""
     model = build_tiny("mistral")

@@ -16,6 +16,8 @@ from paceline.engine.model_loader import load_model, use_paged_attention
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
+pytestmark = pytest.mark.thorough
+
 # Plain; key biases; windows and soft caps; windows; sinks and experts; experts; Conv1D-like biases, one key head.
 KINDS = ("llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "mixtral", "gpt_bigcode")
 QUICK = ("llama", "gemma2", "gpt_oss")
