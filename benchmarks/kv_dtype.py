@@ -26,7 +26,11 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 TEXTS = Path(__file__).parent / "texts"
-DOCS = Path(__file__).parents[1] / "docs"  # one long text
+TEXT_FILES = (
+    "ferry.txt",
+    "bridges.txt",
+    "documents.txt",
+)  # the last one is long: documents of this project, as they once were
 BEYOND = 4096  # positions from here on are reported apart
 PLAIN, QUANTISED = "float32", ("fp8", "int8", "int4")
 
@@ -129,11 +133,10 @@ def _read_texts(
     """Texts, the long one last, and prompts; none longer than asked for, or than the model's context."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     longest = min(args.max_tokens, loaded.max_model_tokens)
-    docs = "\n".join(file.read_text(encoding="utf-8") for file in sorted(DOCS.glob("*.md")))
-    texts = [(TEXTS / name).read_text(encoding="utf-8") for name in ("ferry.txt", "bridges.txt")]
+    texts = [(TEXTS / name).read_text(encoding="utf-8") for name in TEXT_FILES]
     prompts = (TEXTS / "prompts.txt").read_text(encoding="utf-8").splitlines()[: args.prompts]
     return (
-        tuple(tuple(tokenizer.encode(text).ids[:longest]) for text in (*texts, docs)),
+        tuple(tuple(tokenizer.encode(text).ids[:longest]) for text in texts),
         tuple(tuple(tokenizer.encode(prompt).ids) for prompt in prompts),
     )
 

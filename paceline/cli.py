@@ -33,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit status."""
     parser = make_parser(generate=_generate, chat=_chat)
     args = parser.parse_args(argv)
-    if args.prompt_logprobs and not args.json:
-        parser.error("--prompt-logprobs needs --json: a streamed answer does not show them")
+    for option in ("logprobs", "prompt_logprobs"):
+        if getattr(args, option) not in (None, False) and not getattr(args, "json", False):
+            parser.error(f"--{option.replace('_', '-')} needs --json: a streamed answer does not show them")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     try:

@@ -110,7 +110,12 @@ def _shared_options() -> argparse.ArgumentParser:
         metavar="N",
         help="with --json: log probabilities of each token and of the N best, 0 to 20",
     )
-    add("--seed", type=_natural(64), metavar="N", help="the same seed gives the same answer")
+    add(
+        "--seed",
+        type=_natural(64),
+        metavar="N",
+        help="the same seed gives the same answer, up to rounding; always with ./run up --exactness exact",
+    )
     add(
         "--stop",
         action="append",

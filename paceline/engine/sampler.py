@@ -6,6 +6,7 @@ sequence. No row looks at another, so a token does not depend on who else is in 
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +24,7 @@ def sample(logits: Tensor, tasks: Sequence[SampleTask]) -> StepOutput:
     token_ids = _choose(_adjusted(logits, tasks), tasks)
     if all(task.num_top_logprobs is None for task in tasks):
         return StepOutput(token_ids)
-    rows = zip(logits, tasks, token_ids, strict=True)
-    return StepOutput(token_ids, tuple(_logprob(row, task, token_id) for row, task, token_id in rows))
+    return StepOutput(token_ids, _logprobs(logits, tasks, token_ids))
 
 
 def uniform(seed: int, position: int, candidate: int = 0) -> float:
@@ -34,26 +34,26 @@ def uniform(seed: int, position: int, candidate: int = 0) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def penalised(logits: Tensor, task: SampleTask) -> Tensor:
-    """`logits` [vocab_size] after bans, bias and penalties.
+def penalised(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
+    """`logits` [num_rows, vocab_size] after the bans, bias and penalties of each row's task.
 
     Repetition as in CTRL (Keskar et al., 2019, section 4.1): seen tokens' logits are divided by the penalty where
     positive and multiplied where negative. Presence and frequency are subtracted, for output tokens.
     """
-    params, logits = task.params, logits.clone()
-    if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=True)
-        logits[list(token_ids)] += torch.tensor(biases, dtype=logits.dtype)
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*task.prompt_ids, *task.output_ids}))
-        before = logits[seen]
-        logits[seen] = torch.where(
-            before > 0, before / params.repetition_penalty, before * params.repetition_penalty
-        )
-    if task.output_ids and (params.presence_penalty or params.frequency_penalty):
-        seen, counts = torch.unique(torch.tensor(task.output_ids), return_counts=True)
-        logits[seen] -= params.presence_penalty + params.frequency_penalty * counts
-    logits[list(task.banned_ids)] = float("-inf")
+    logits = logits.clone()
+    if biased := [(row, *entry) for row, task in enumerate(tasks) for entry in task.params.logit_bias]:
+        at, biases = _places(biased)
+        logits[at] += biases
+    if repeated := [entry for row, task in enumerate(tasks) for entry in _repeated(row, task)]:
+        at, penalties = _places(repeated)
+        logits[at] = torch.where(logits[at] > 0, logits[at] / penalties, logits[at] * penalties)
+    if counted := [entry for row, task in enumerate(tasks) for entry in _counted(row, task)]:
+        at, penalties = _places(counted)
+        logits[at] -= penalties
+    # A model may name an end of text that it has no logit for.
+    vocab_size = logits.shape[-1]
+    if banned := [(row, i, 0.0) for row, task in enumerate(tasks) for i in task.banned_ids if i < vocab_size]:
+        logits[_places(banned)[0]] = float("-inf")
     return logits
 
 
@@ -75,13 +75,29 @@ def filtered_probs(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 def _adjusted(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
     """A copy where any row needs one; most batches need none."""
-    rows = [row for row, task in enumerate(tasks) if _is_adjusted(task)]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    for row in rows:
-        logits[row] = penalised(logits[row], tasks[row])
-    return logits
+    return penalised(logits, tasks) if any(map(_is_adjusted, tasks)) else logits
+
+
+# A row, a token id, and what its logit is to be changed by.
+_Entry = tuple[int, int, float]
+
+
+def _repeated(row: int, task: SampleTask) -> list[_Entry]:
+    penalty = task.params.repetition_penalty
+    return [(row, i, penalty) for i in {*task.prompt_ids, *task.output_ids}] if penalty != 1 else []
+
+
+def _counted(row: int, task: SampleTask) -> list[_Entry]:
+    presence, frequency = task.params.presence_penalty, task.params.frequency_penalty
+    if not (presence or frequency):
+        return []
+    return [(row, i, presence + frequency * count) for i, count in Counter(task.output_ids).items()]
+
+
+def _places(entries: Sequence[_Entry]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Where the entries are in [num_rows, vocab_size], no place twice, and their numbers in float32."""
+    rows, token_ids, numbers = zip(*entries, strict=True)
+    return (torch.tensor(rows), torch.tensor(token_ids)), torch.tensor(numbers, dtype=torch.float32)
 
 
 def _is_adjusted(task: SampleTask) -> bool:
@@ -107,7 +123,9 @@ def _draw(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
     # Scaled to the sum, which rounds to just under or over 1: the number is then always below the last step.
     numbers = [uniform(task.params.seed, task.position, task.candidate) for task in tasks]
     thresholds = _column(numbers) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
+    # Where the logits are no numbers there is no right token, but there must be one that neighbours survive.
+    return drawn.clamp(max=cumulated.shape[-1] - 1)
 
 
 def _within_top_k(ranked: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -115,10 +133,17 @@ def _within_top_k(ranked: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return ranks < _column([p.top_k or ranked.shape[-1] for p in params])
 
 
-def _logprob(logits: Tensor, task: SampleTask, token_id: int) -> TokenLogprob | None:
-    if task.num_top_logprobs is None:
-        return None
-    return token_logprobs(logits[None], [token_id], task.num_top_logprobs)[0]
+def _logprobs(
+    logits: Tensor, tasks: Sequence[SampleTask], token_ids: Sequence[int]
+) -> tuple[TokenLogprob | None, ...]:
+    """Rows that ask for equally many alternatives are looked at together."""
+    found: list[TokenLogprob | None] = [None] * len(tasks)
+    for num_top in {task.num_top_logprobs for task in tasks if task.num_top_logprobs is not None}:
+        rows = [row for row, task in enumerate(tasks) if task.num_top_logprobs == num_top]
+        scored = token_logprobs(logits[rows], [token_ids[row] for row in rows], num_top)
+        for row, logprob in zip(rows, scored, strict=True):
+            found[row] = logprob
+    return tuple(found)
 
 
 def _column(numbers: Sequence[float]) -> Tensor:

@@ -200,7 +200,7 @@ class LocalCluster:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
-            kv_bytes = config.kv_bytes_per_worker(free_memory_bytes())
+            kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
             self._layout = Layout(config, self._model, run_dir, port, kv_bytes)
             _make_log_dir(self._layout.log_dir)
             await self._start_stages(self._layout)
@@ -273,6 +273,11 @@ class LocalCluster:
     def _running(self) -> Supervisor:
         assert self._supervisor is not None, "start it first"
         return self._supervisor
+
+
+def _weights_bytes(model: Path) -> int:
+    """What a worker's copy of the weights takes, more or less."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _make_log_dir(directory: Path) -> None:

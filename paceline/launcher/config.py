@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
-from paceline.runtime.memory import MemorySize
+from paceline.runtime.memory import MemorySize, shown_bytes
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
 
@@ -141,6 +141,8 @@ class UpConfig:
             raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.max_model_len == 1:
+            raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
         if self.max_model_len < 0:
             raise ConfigError(f"--max-model-len {self.max_model_len} is negative; 0 is the model's own limit")
         MemorySize.parse(self.kv_memory, "--kv-memory")
@@ -158,9 +160,19 @@ class UpConfig:
         """Every core has one owner: two workers that share one slow each other down several times over."""
         return self.threads or max(1, usable_cores() // self.shape.num_workers)
 
-    def kv_bytes_per_worker(self, free_bytes: int) -> int:
-        """Equal shares of the cluster's one budget, where `free_bytes` are free before anything is started."""
+    def kv_bytes_per_worker(self, free_bytes: int, weights_bytes: int) -> int:
+        """Equal shares of the cluster's one budget, where `free_bytes` are free before anything is started.
+
+        Raises ConfigError for a budget that does not fit beside each worker's weights. Memory is taken as it is first used:
+        a cluster that takes more than there is would run well, and be killed in the middle of it.
+        """
         budget = MemorySize.parse(self.kv_memory, "--kv-memory").of(free_bytes)
+        left = max(0, free_bytes - self.shape.num_workers * weights_bytes)
+        if budget > left:
+            raise ConfigError(
+                f"--kv-memory {self.kv_memory}: {shown_bytes(budget)} of KV cache are more than the {shown_bytes(left)} of memory "
+                f"that are free beside the weights of {self.shape.num_workers} workers; lower it"
+            )
         return max(1, budget // self.shape.num_workers)
 
 

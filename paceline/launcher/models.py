@@ -214,3 +214,11 @@ def _reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1]
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the model in this directory knows conversations."""
+    files = [model / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
+    return any(
+        file.is_file() and "chat_template" in file.name + file.read_text(encoding="utf-8") for file in files
+    )

@@ -10,7 +10,7 @@ from paceline.core.errors import PacelineError
 from paceline.launcher.capacity import capacity_lines
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
-from paceline.launcher.models import resolve_model
+from paceline.launcher.models import has_chat_template, resolve_model
 from paceline.launcher.probes import free_port
 from paceline.runtime.config import load_config
 
@@ -72,16 +72,20 @@ async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> Non
         took_s = time.monotonic() - started
         _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s")
         _say("\n".join([*held, ""]))
-        _say(_how_to_call(cluster.address))
+        _say(_how_to_call(cluster.address, has_template=has_chat_template(cluster.layout.model)))
         raise await cluster.until_lost()
 
 
-def _how_to_call(address: str) -> str:
+def _how_to_call(address: str, *, has_template: bool) -> str:
     port = address.rpartition(":")[2]
     flag = "" if port == "50051" else f" --address {address}"
-    return f"""\
+    ask = f"""\
   ./run generate{flag} "What is the capital of France?"
-  ./run chat{flag}
+  ./run chat{flag}"""
+    # A base model knows no conversation.
+    go_on = f'  ./run generate{flag} --raw "Once upon a time"'
+    return f"""\
+{ask if has_template else go_on}
   grpcurl -plaintext -d '{{"text": "Once upon a time"}}' {address} paceline.v1.InferenceService/Generate
 
 Ctrl-C stops everything."""

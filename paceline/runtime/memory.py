@@ -44,8 +44,10 @@ class MemorySize:
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """For people: in the largest unit of which there is one."""
-    unit = max((unit for unit in _UNITS if _UNITS[unit] <= num_bytes), key=_UNITS.__getitem__, default="B")
+    """For people: in the largest unit of which there is one, nearly."""
+    unit = max(
+        (unit for unit in _UNITS if _UNITS[unit] <= 1.0005 * num_bytes), key=_UNITS.__getitem__, default="B"
+    )
     return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
 
 

@@ -24,7 +24,7 @@ from paceline.v1 import generation_pb2, inference_pb2
 
 ROLES = ("system", "user", "assistant")
 MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 10.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_TOP_LOGPROBS = 20
 MAX_UINT32 = 0xFFFF_FFFF
@@ -147,8 +147,13 @@ def _parse_sampling(message: generation_pb2.SamplingParams, limits: RequestLimit
     if math.isnan(top_p) or not 0 < top_p <= 1:
         raise BadSamplingError("sampling.top_p", f"is {top_p:g}; it must be above 0 and at most 1")
     repetition_penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-    if math.isnan(repetition_penalty) or not 0 < repetition_penalty <= MAX_REPETITION_PENALTY:
-        problem = f"is {repetition_penalty:g}; it must be above 0 and at most {MAX_REPETITION_PENALTY:g}"
+    if (
+        math.isnan(repetition_penalty)
+        or not MIN_REPETITION_PENALTY <= repetition_penalty <= MAX_REPETITION_PENALTY
+    ):
+        problem = (
+            f"is {repetition_penalty:g}; it must be {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        )
         raise BadSamplingError("sampling.repetition_penalty", problem)
     return SamplingParams(
         temperature=_in_range(message, "temperature", 0, MAX_TEMPERATURE, absent=1.0),
@@ -210,6 +215,11 @@ def _parse_stopping(message: generation_pb2.StopConditions, limits: RequestLimit
         )
     if max(len(message.stop), len(message.stop_token_ids)) > limits.max_stop_count:
         raise BadStopError("stopping", f"has more than {limits.max_stop_count} stop strings or stop tokens")
+    for token_id in message.stop_token_ids:
+        if token_id >= limits.vocab_size:
+            raise BadStopError(
+                "stopping.stop_token_ids", f"has {token_id}; the vocabulary has {limits.vocab_size} tokens"
+            )
     for stop in message.stop:
         if not 1 <= len(stop) <= limits.max_stop_chars:
             raise BadStopError(

@@ -59,7 +59,7 @@ def plan_capacity(
         max_model_tokens=max_tokens,
         own_max_model_tokens=own_max_model_tokens,
         num_tokens=_tokens_in(blocks_for, num_blocks, max_tokens),
-        num_requests=num_blocks // blocks_for(min(REQUEST_TOKENS, max_tokens)),
+        num_requests=min(config.max_num_seqs, num_blocks // blocks_for(min(REQUEST_TOKENS, max_tokens))),
     )
 
 
@@ -88,6 +88,10 @@ def _tokens_in(blocks_for: BlocksFor, num_blocks: int, max_tokens: int) -> int:
 
 
 def _too_little(config: WorkerConfig, layout: KVLayout, num_blocks: int, problem: str) -> ConfigError:
-    setting = f"--num-blocks {num_blocks}" if config.num_blocks else f"--kv-memory {config.kv_memory}"
+    given = MemorySize.parse(config.kv_memory, "--kv-memory")
+    amount = config.kv_memory if given.share else shown_bytes(given.num_bytes)
+    setting = (
+        f"--num-blocks {num_blocks}" if config.num_blocks else f"--kv-memory (this worker's part: {amount})"
+    )
     size = shown_bytes(layout.block_bytes)
     return ConfigError(f"{setting} gives {num_blocks} KV blocks of {size}: {problem}")

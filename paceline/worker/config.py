@@ -56,6 +56,8 @@ class WorkerConfig:
         for name in ("max_model_len", "num_blocks"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative; 0: not set")
+        if self.max_model_len == 1:
+            raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
         MemorySize.parse(self.kv_memory, "--kv-memory")
         if self.mla == "latent" and self.exactness == "exact":
             raise ConfigError("--exactness exact serves MLA models with --mla expanded only")

@@ -53,11 +53,14 @@ def _log_capacity(capacity: Capacity, layout: KVLayout) -> None:
 def _load_torch(config: WorkerConfig) -> LoadedRunner:
     # Imported here: a fake worker starts without torch, in a tenth of the time.
     import torch  # noqa: PLC0415
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
     from paceline.engine.exact.model import require_exact  # noqa: PLC0415
     from paceline.engine.model_loader import load_model  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner, require_same_as_transformers  # noqa: PLC0415
 
+    # The log is for lines, and a bar is none.
+    disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
     loaded = load_model(
@@ -127,6 +130,6 @@ def _capacity(config: WorkerConfig, layout: KVLayout, own_max_model_tokens: int)
             own_max_model_tokens=own_max_model_tokens,
             max_model_tokens=capacity.max_model_tokens,
             num_blocks=capacity.num_blocks,
-            num_blocks_needed=layout.num_blocks_for(own_max_model_tokens),
+            num_blocks_needed=layout.num_blocks_for(own_max_model_tokens, config.max_num_batched_tokens),
         )
     return capacity

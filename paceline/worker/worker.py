@@ -56,7 +56,7 @@ class Worker:
         if num_tokens > limit:
             raise InvariantError(f"{num_tokens} tokens are more than this worker's {limit}")
         biased_ids = (token_id for token_id, _ in spec.sampling.logit_bias)
-        if max((*spec.known_ids, *biased_ids)) >= self.loaded.vocab_size:
+        if max((*spec.known_ids, *biased_ids, *spec.stop_token_ids)) >= self.loaded.vocab_size:
             raise InvariantError("a token id is outside of the model's vocabulary")
 
     @property

@@ -96,8 +96,10 @@ class Pair:
         return events
 
     async def require_empty(self) -> None:
-        """No block and no lease is left on either side."""
+        """No block and no lease is left on either side, and nothing in the session."""
         await until(lambda: self.prefill.is_idle and self.decode.is_idle)
+        session = self.session
+        await until(lambda: not (session._live or session._hand_overs or session._reservations))
         await require_empty(self.prefill)
         await require_empty(self.decode)
 

@@ -196,7 +196,39 @@ def test_repetition_divides_what_is_likely_and_multiplies_what_is_not() -> None:
     task = SampleTask(SamplingParams(repetition_penalty=2), 5, prompt_ids=(0, 0, 4), output_ids=(6,))
     expected = LOGITS.clone()
     expected[0], expected[4], expected[6] = 1.0, -2.0, -4.0
-    assert torch.equal(penalised(LOGITS, task), expected)
+    assert torch.equal(penalised(LOGITS[None], [task])[0], expected)
+
+
+def test_each_row_has_its_own_changes() -> None:
+    """Rows with every kind of change, and without any, give together what each gives alone, to the bit."""
+    tasks = [
+        SampleTask(SamplingParams(repetition_penalty=1.7), 5, prompt_ids=(1, 4), output_ids=(2,)),
+        SampleTask(GREEDY, 5),
+        SampleTask(SamplingParams(presence_penalty=0.3, frequency_penalty=0.1), 5, output_ids=(2, 2, 6)),
+        SampleTask(SamplingParams(logit_bias=((0, -3.0), (4, 5.0))), 5, banned_ids=(1, 7)),
+    ]
+    rows = torch.stack([LOGITS + row for row in range(4)])
+    together = penalised(rows, tasks)
+    alone = [penalised(rows[row : row + 1], [task])[0] for row, task in enumerate(tasks)]
+    assert torch.equal(together, torch.stack(alone))
+    assert torch.equal(together[1], rows[1])
+    assert (together != rows).sum() == 3 + 2 + 4
+
+
+def test_an_end_of_text_without_a_logit_is_no_matter() -> None:
+    """A model may name one beyond its last row."""
+    task = SampleTask(GREEDY, 5, banned_ids=(3, 10**6))
+    assert float(penalised(LOGITS[None], [task])[0, 3]) == -math.inf
+
+
+def test_logits_that_are_no_numbers_hurt_no_neighbour() -> None:
+    """Their row gives some token of the vocabulary, and the others what they give alone."""
+    task = SampleTask(SamplingParams(seed=3), 5)
+    good = LOGITS[None]
+    bad = torch.full_like(good, math.nan)
+    both = sample(torch.cat([bad, good]), (task, task)).token_ids
+    assert 0 <= both[0] < good.shape[1]
+    assert both[1:] == sample(good, (task,)).token_ids
 
 
 def test_presence_counts_once_and_frequency_each_time_and_only_output() -> None:
@@ -206,13 +238,13 @@ def test_presence_counts_once_and_frequency_each_time_and_only_output() -> None:
     expected = LOGITS.clone()
     expected[1] -= 0.5 + 3 * 0.25
     expected[2] -= 0.5 + 0.25
-    assert torch.allclose(penalised(LOGITS, task), expected)
+    assert torch.allclose(penalised(LOGITS[None], [task])[0], expected)
 
 
 def test_a_bias_is_added_and_comes_before_penalties() -> None:
     """A biased token is penalised by its biased logit."""
     params = SamplingParams(repetition_penalty=2, logit_bias=((4, 3.0), (7, -1.0)))
-    changed = penalised(LOGITS, SampleTask(params, 1, prompt_ids=(4,)))
+    changed = penalised(LOGITS[None], [SampleTask(params, 1, prompt_ids=(4,))])[0]
     assert (float(changed[4]), float(changed[7])) == (1.0, -0.75)
 
 

@@ -17,7 +17,9 @@ from paceline.launcher.supervisor import RestartPolicy
 
 
 def _layout(config: UpConfig) -> Layout:
-    return Layout(config, Path("/m"), Path("/r"), 7, config.kv_bytes_per_worker(free_bytes=4000))
+    return Layout(
+        config, Path("/m"), Path("/r"), 7, config.kv_bytes_per_worker(free_bytes=4 << 30, weights_bytes=0)
+    )
 
 
 def _flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -43,7 +45,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",
         "--max-model-len": "99",
-        "--kv-memory": "400B",
+        "--kv-memory": "429496729B",
         "--runner": "torch",
     }
 

@@ -1,10 +1,13 @@
 """The flags of `./run up`."""
 
+from functools import partial
+
 import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.launcher import config as launcher_config
 from paceline.launcher.config import Topology, UpConfig
+from paceline.worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -68,12 +71,33 @@ def test_cores_are_shared_out(
 
 @pytest.mark.parametrize(
     ("kv_memory", "topology", "expected"),
-    [("2GiB", "1P1D", 1 << 30), ("3000B", "0P1D", 3000), ("50%", "2P3D", 1000), ("1B", "1P1D", 1)],
+    [("6000B", "1P1D", 3000), ("3000B", "0P1D", 3000), ("50%", "2P3D", 1000), ("1B", "1P1D", 1)],
 )
 def test_kv_memory_is_shared_out(kv_memory: str, topology: str, expected: int) -> None:
     """The cluster's budget, in bytes or as a share of what is free, is split equally between the workers."""
     config = UpConfig(topology=topology, kv_memory=kv_memory)
-    assert config.kv_bytes_per_worker(free_bytes=10_000) == expected
+    assert config.kv_bytes_per_worker(free_bytes=10_000, weights_bytes=100) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "weights_bytes"), [("10001B", 0), ("900GiB", 0), ("100%", 1), ("8001B", 1000)]
+)
+def test_a_cluster_that_takes_more_memory_than_there_is_is_refused(
+    kv_memory: str, weights_bytes: int
+) -> None:
+    """All KV caches together, beside each worker's copy of the weights, must fit into what is free."""
+    config = UpConfig(topology="1P1D", kv_memory=kv_memory)
+    with pytest.raises(
+        ConfigError, match=r"are more than the .* free beside the weights of 2 workers; lower it"
+    ):
+        config.kv_bytes_per_worker(free_bytes=10_000, weights_bytes=weights_bytes)
+
+
+def test_a_length_without_room_for_an_output_is_refused() -> None:
+    """One token is a prompt that nothing can follow; a worker says the same."""
+    for config in (UpConfig, partial(WorkerConfig, model="m")):
+        with pytest.raises(ConfigError, match="at least 2"):
+            config(max_model_len=1)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def test_the_last_allowed_value_is_allowed(message: inference_pb2.GenerateReques
         (_sampling(min_p=-0.1), BadSamplingError, "sampling.min_p"),
         (_sampling(min_p=1.1), BadSamplingError, "sampling.min_p"),
         (_sampling(repetition_penalty=0), BadSamplingError, "sampling.repetition_penalty"),
+        (_sampling(repetition_penalty=1e-38), BadSamplingError, "sampling.repetition_penalty"),
         (_sampling(repetition_penalty=math.nan), BadSamplingError, "sampling.repetition_penalty"),
         (_sampling(repetition_penalty=11), BadSamplingError, "sampling.repetition_penalty"),
         (_sampling(presence_penalty=2.1), BadSamplingError, "sampling.presence_penalty"),
@@ -186,6 +187,7 @@ def test_the_last_allowed_value_is_allowed(message: inference_pb2.GenerateReques
         (_stopping(stop=["x" * 257]), BadStopError, "stopping.stop"),
         (_stopping(stop=["x"] * 17), BadStopError, "stopping"),
         (_stopping(stop_token_ids=range(17)), BadStopError, "stopping"),
+        (_stopping(stop_token_ids=[49, 50]), BadStopError, "stopping.stop_token_ids"),
     ],
     ids=str,
 )

@@ -39,6 +39,11 @@ def test_memory_gives_blocks() -> None:
     )
 
 
+def test_no_more_requests_at_once_than_seats() -> None:
+    """What the memory would hold beyond `max_num_seqs` never runs at once."""
+    assert plan(kv_memory=blocks(1000), max_num_seqs=5).num_requests == 5
+
+
 def test_a_share_is_of_what_is_free() -> None:
     """Half of what is free gives half as many blocks as all of it."""
     assert plan(kv_memory="50%", free_bytes=2000 * BLOCK_BYTES).num_blocks == 1000
@@ -70,7 +75,7 @@ def test_a_context_that_was_asked_for_is_not_lowered() -> None:
     assert plan(kv_memory=blocks(63), max_model_len=1008).max_model_tokens == 1008
     with pytest.raises(ConfigError) as caught:
         plan(kv_memory=blocks(63), max_model_len=1009)
-    for fact in (f"--kv-memory {blocks(63)}", "63 KV blocks", "1009 needs 64", "8 KiB", "to 1008"):
+    for fact in ("this worker's part: 7.875 KiB", "63 KV blocks", "1009 needs 64", "8 KiB", "to 1008"):
         assert fact in str(caught.value)
     with pytest.raises(ConfigError, match="--num-blocks 63"):
         plan(num_blocks=63, max_model_len=1009)
