@@ -11,6 +11,7 @@ from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
+from paceline.runtime.serving import check_serving
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
 
@@ -133,19 +134,9 @@ class UpConfig:
         topology = self.shape
         if self.disaggregate == "always" and topology.num_prefill == 0:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
-        if self.mla == "latent" and self.exactness == "exact":
-            raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
-        if self.runner == "fake" and self.mla != "expanded":
-            raise ConfigError(f"--mla {self.mla} needs --runner torch: the fake one keeps no KV")
-        if self.runner == "fake" and self.kv_dtype != "auto":
-            raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
+        check_serving(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
-        if self.max_model_len == 1:
-            raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
-        if self.max_model_len < 0:
-            raise ConfigError(f"--max-model-len {self.max_model_len} is negative; 0 is the model's own limit")
-        MemorySize.parse(self.kv_memory, "--kv-memory")
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.runtime.config import option
-from paceline.runtime.memory import MemorySize
+from paceline.runtime.serving import check_serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,8 @@ class WorkerConfig:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_model_len", "num_blocks"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative; 0: not set")
-        if self.max_model_len == 1:
-            raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
-        MemorySize.parse(self.kv_memory, "--kv-memory")
-        if self.mla == "latent" and self.exactness == "exact":
-            raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
-        if self.runner == "fake" and self.mla != "expanded":
-            raise ConfigError(f"--mla {self.mla} needs --runner torch: the fake one keeps no KV")
-        if self.runner == "fake" and self.kv_dtype != "auto":
-            raise ConfigError(f"--kv-dtype {self.kv_dtype} needs --runner torch: the fake one keeps no KV")
+        if self.num_blocks < 0:
+            raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
+        check_serving(self)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")

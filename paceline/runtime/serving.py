@@ -1,0 +1,58 @@
+"""The rules of the settings that say how a model is served, for a worker and for whoever starts workers."""
+
+from typing import Protocol
+
+from paceline.core.errors import ConfigError
+from paceline.runtime.memory import MemorySize
+
+
+class Serving(Protocol):
+    """Settings that a worker has, and that `./run up` hands on to it."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """Type of the KV cache, or "auto"."""
+        ...
+
+    @property
+    def mla(self) -> str:
+        """What MLA models keep: "expanded" or "latent"."""
+        ...
+
+    @property
+    def exactness(self) -> str:
+        """Either "exact" or "fast"."""
+        ...
+
+    @property
+    def runner(self) -> str:
+        """Either "torch" or "fake"."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens; 0: the model's own limit."""
+        ...
+
+    @property
+    def kv_memory(self) -> str:
+        """See MemorySize.parse."""
+        ...
+
+
+def check_serving(settings: Serving) -> None:
+    """Raises ConfigError for what cannot work, or would be ignored."""
+    if settings.mla == "latent" and settings.exactness == "exact":
+        raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
+    if settings.runner == "fake":
+        for name, value, default in (
+            ("mla", settings.mla, "expanded"),
+            ("kv-dtype", settings.kv_dtype, "auto"),
+        ):
+            if value != default:
+                raise ConfigError(f"--{name} {value} needs --runner torch: the fake one keeps no KV")
+    if settings.max_model_len < 0:
+        raise ConfigError(f"--max-model-len {settings.max_model_len} is negative; 0 is the model's own limit")
+    if settings.max_model_len == 1:
+        raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
+    MemorySize.parse(settings.kv_memory, "--kv-memory")
