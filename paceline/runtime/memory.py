@@ -48,7 +48,7 @@ def shown_bytes(num_bytes: int) -> str:
     unit = max(
         (unit for unit in _UNITS if _UNITS[unit] <= 1.0005 * num_bytes), key=_UNITS.__getitem__, default="B"
     )
-    return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+    return f"{round(num_bytes / _UNITS[unit], 2):g} {unit}"
 
 
 def free_memory_bytes(cgroup: Path | None = None) -> int:

@@ -75,7 +75,7 @@ def test_a_context_that_was_asked_for_is_not_lowered() -> None:
     assert plan(kv_memory=blocks(63), max_model_len=1008).max_model_tokens == 1008
     with pytest.raises(ConfigError) as caught:
         plan(kv_memory=blocks(63), max_model_len=1009)
-    for fact in ("this worker's part: 7.875 KiB", "63 KV blocks", "1009 needs 64", "8 KiB", "to 1008"):
+    for fact in ("this worker's part: 7.88 KiB", "63 KV blocks", "1009 needs 64", "8 KiB", "to 1008"):
         assert fact in str(caught.value)
     with pytest.raises(ConfigError, match="--num-blocks 63"):
         plan(num_blocks=63, max_model_len=1009)
