@@ -10,6 +10,7 @@ from paceline.core.prefix import WorkerKey
 from paceline.core.request import (
     BootEpoch,
     LeaseId,
+    Priority,
     RequestId,
     RequestLimits,
     SamplingParams,
@@ -61,6 +62,8 @@ def make_spec(
     bypass_cache: bool = False,
     cache_scope: str = "",
     time_budget_s: float | None = None,
+    priority: Priority = Priority.STANDARD,
+    tenant: str = "",
 ) -> SequenceSpec:
     """One sequence to compute."""
     return SequenceSpec(
@@ -78,6 +81,8 @@ def make_spec(
         bypass_cache=bypass_cache,
         cache_scope=cache_scope,
         time_budget_s=time_budget_s,
+        priority=priority,
+        tenant=tenant,
     )
 
 

@@ -26,6 +26,14 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class Priority(enum.IntEnum):
+    """Whose turn it is first; a smaller one is more urgent."""
+
+    REALTIME = 0
+    STANDARD = 1
+    BATCH = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation."""
@@ -116,6 +124,9 @@ class SequenceSpec:
     candidates: tuple[int, ...] = (0,)
     cache_scope: str = ""
     time_budget_s: float | None = None
+    priority: Priority = Priority.STANDARD
+    # Whom the service is charged to; all requests without a name are one tenant's.
+    tenant: str = ""
 
     @property
     def known_ids(self) -> tuple[int, ...]:
