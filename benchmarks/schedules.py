@@ -23,7 +23,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.events import BlocksReady, Event, NewTokens, Reserved
 from paceline.engine.forward_batch import ForwardBatch
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import SchedulerOutput, StepOutput
 

@@ -117,6 +117,14 @@ class BlockPool:
             self._num_refs[block.held_id] == 0 for block in cached if not self._is_windowed(block.group)
         )
 
+    def num_exclusive(self, block_ids: Iterable[BlockId]) -> int:
+        """How many of some held blocks have one holder only."""
+        return sum(self._num_refs[block_id] == 1 for block_id in block_ids)
+
+    def is_named(self, block_hash: BlockHash) -> bool:
+        """Whether a block of the first group is cached under this hash; it may be another's."""
+        return group_hash(block_hash, 0) in self._by_hash
+
     def acquire(self, cached: Sequence[CachedBlock]) -> list[BlockId]:
         """Takes a reference on each cached block."""
         for block in cached:

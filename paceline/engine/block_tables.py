@@ -48,6 +48,9 @@ class SequenceBlocks:
         self.tables = [GroupTable(index, group) for index, group in enumerate(pool.groups)]
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
         self._places: list[_Place] = []
+        # Tokens that have a place, and the tables as the runner sees them: both are asked for in every step.
+        self.num_tokens_held = 0
+        self._view: tuple[BlockTable, ...] | None = None
 
     # -- taking room
 
@@ -83,6 +86,7 @@ class SequenceBlocks:
             if is_filled_outside or not table.group.is_windowed:
                 self._allocate(table, ordinals, num_blocks)
         self._places = self._places_of(num_tokens)
+        self._note_change()
         return True
 
     def num_missing(self, end: int) -> int:
@@ -96,6 +100,25 @@ class SequenceBlocks:
                 self._pledge(table, self._shortage(table, end))
             num_blocks = self._num_blocks_for(end)
             self._allocate(table, range(len(table.block_ids), num_blocks), num_blocks)
+        self._note_change()
+
+    def num_to_grow(self, num_tokens: int, end: int) -> int:
+        """Blocks that tokens from `num_tokens` up to `end`, computed one after the other, will ask for at most."""
+        now, then = self._num_blocks_for(num_tokens), self._num_blocks_for(end)
+        if then <= now:
+            return 0
+        return sum(
+            min(then, group.max_live_blocks(1, self._pool.block_size) if group.is_windowed else then)
+            - min(now, group.max_live_blocks(1, self._pool.block_size) if group.is_windowed else now)
+            for group in self._pool.groups
+        )
+
+    def num_exclusive(self) -> int:
+        """Blocks that come free when this sequence gives its own up: those that nobody else holds, and pledged ones."""
+        return sum(
+            table.pledged if table.group.is_windowed else self._pool.num_exclusive(table.held_ids)
+            for table in self.tables
+        )
 
     # -- parting
 
@@ -116,6 +139,7 @@ class SequenceBlocks:
         """
         other = SequenceBlocks(self._pool, self._content)
         other.tables = [self._fork_table(table, num_tokens // self._pool.block_size) for table in self.tables]
+        other._note_change()  # noqa: SLF001 - of the same class
         return other
 
     # -- results
@@ -136,6 +160,7 @@ class SequenceBlocks:
         for table in self.tables:
             if table.group.is_windowed:
                 self._trim(table, num_computed_tokens, num_tokens)
+                self._view = None
 
     def release(self) -> None:
         """Gives up everything."""
@@ -144,18 +169,28 @@ class SequenceBlocks:
             self._pledge(table, -table.pledged)
             table.clear()
         self._places = []
+        self._note_change()
 
     # -- what is there
+
+    def held_places(self) -> list[tuple[int, int, BlockId]]:
+        """What is held: (group, ordinal, block)."""
+        return [
+            (table.index, ordinal, block_id)
+            for table in self.tables
+            for ordinal, block_id in enumerate(table.block_ids)
+            if block_id is not None
+        ]
+
+    def block_at(self, group: int, ordinal: int) -> BlockId | None:
+        """The block at a place; None where none is held."""
+        block_ids = self.tables[group].block_ids
+        return block_ids[ordinal] if ordinal < len(block_ids) else None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held."""
         return not any(table.block_ids for table in self.tables)
-
-    @property
-    def num_tokens_held(self) -> int:
-        """Tokens that have a place."""
-        return min(len(table.block_ids) for table in self.tables) * self._pool.block_size
 
     @property
     def num_places(self) -> int:
@@ -164,7 +199,9 @@ class SequenceBlocks:
 
     def view(self) -> tuple[BlockTable, ...]:
         """The tables as the runner sees them."""
-        return tuple(tuple(table.block_ids) for table in self.tables)
+        if self._view is None:
+            self._view = tuple(tuple(table.block_ids) for table in self.tables)
+        return self._view
 
     def place_ids(self) -> tuple[BlockId, ...]:
         """The blocks of a hand-over, in order."""
@@ -280,6 +317,10 @@ class SequenceBlocks:
         table.pledged += num_blocks
 
     # -- small things
+
+    def _note_change(self) -> None:
+        self.num_tokens_held = min(len(table.block_ids) for table in self.tables) * self._pool.block_size
+        self._view = None
 
     def _places_of(self, num_tokens: int) -> list[_Place]:
         """Block after block, and for each the groups that need it."""

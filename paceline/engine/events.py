@@ -1,6 +1,7 @@
 """What an engine says about its sequences; plain values, safe to pass between threads."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
@@ -56,9 +57,11 @@ class Reserved:
     num_held: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens of one candidate were sampled; `first_index` counts its output tokens over all attempts."""
+class NewTokens(NamedTuple):
+    """Tokens of one candidate were sampled; `first_index` counts its output tokens over all attempts.
+
+    A named tuple, since there is one for each sequence in each step.
+    """
 
     sequence_id: SequenceId
     first_index: int

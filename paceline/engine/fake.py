@@ -57,6 +57,14 @@ class FakeMemory:
         """See BlockMemory.copy."""
         self.write(target, 0, bytes(self.read(source)))
 
+    def save(self, block_id: BlockId) -> bytes:
+        """See BlockSaver.save."""
+        return bytes(self.read(block_id))
+
+    def restore(self, saved: bytes, block_id: BlockId) -> None:
+        """See BlockSaver.restore."""
+        self.write(block_id, 0, saved)
+
     def checksum(self, block_id: BlockId) -> int:
         """See BlockMemory.checksum."""
         return xxhash.xxh3_64_intdigest(self.read(block_id))

@@ -41,6 +41,7 @@ class ForwardBatch:
     queries: tuple[QueryRange, ...]
     sample_rows: Tensor  # [num_samples], rows of token_ids after which a token is chosen; one row for several candidates
     sample_tasks: tuple[SampleTask, ...]  # num_samples
+    sample_positions: tuple[int, ...]  # num_samples, where in its sequence each of these tokens will be
     score_rows: Tensor  # [num_targets], rows of token_ids after which a known token follows
     score_tasks: tuple[ScoreTask, ...]  # their targets together are num_targets
 
@@ -74,6 +75,7 @@ def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatc
         queries=tuple(queries),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long),
         sample_tasks=tuple(task for item in scheduled for task in item.samples),
+        sample_positions=tuple(item.end for item in scheduled for _ in item.samples),
         score_rows=torch.tensor(score_rows, dtype=torch.long),
         score_tasks=tuple(item.score for item in scheduled if item.score is not None),
     )

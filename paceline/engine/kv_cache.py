@@ -26,6 +26,7 @@ class KVCache:
         self.block_bytes = layout.block_bytes
         # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
         pool = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8)
+        self._pool = pool
         self._bytes = memoryview(pool.view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
         self._is_quantised = layout.kv_type.scale_bytes > 0
         self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
@@ -89,6 +90,16 @@ class KVCache:
     def copy(self, source: BlockId, target: BlockId) -> None:
         """Makes `target` hold what `source` holds."""
         self.write(target, 0, bytes(self.read(source)))
+
+    def save(self, block_id: BlockId) -> Tensor:
+        """See BlockSaver.save. From a GPU it goes to pinned memory, so that nobody waits for it."""
+        on_gpu = self._pool.is_cuda
+        host = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        return host.copy_(self._pool[block_id], non_blocking=on_gpu)
+
+    def restore(self, saved: Tensor, block_id: BlockId) -> None:
+        """See BlockSaver.restore."""
+        self._pool[block_id].copy_(saved, non_blocking=self._pool.is_cuda)
 
     def checksum(self, block_id: BlockId) -> int:
         """XXH3-64 of the block's bytes."""

@@ -43,7 +43,7 @@ class ModelRunner:
             with self._expert_load.counting():
                 logits = self.forward(batch)
             num_samples = len(batch.sample_tasks)
-            step = sample(logits[:num_samples].float(), batch.sample_tasks)
+            step = sample(logits[:num_samples].float(), batch.sample_tasks, batch.sample_positions)
             scores = score(logits[num_samples:], batch.score_tasks)
             return replace(step, scores=scores, expert_tokens=self._expert_load.take())
 
@@ -101,7 +101,7 @@ def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayou
                 token_ids=tuple(prompt[start:end]),
                 start=start,
                 block_tables=side_by_side(index, len(prompt), layout),
-                samples=(SampleTask(SamplingParams(), position=end),),
+                samples=(SampleTask(SamplingParams()),),
             )
             for index, prompt in enumerate(prompts)
         )

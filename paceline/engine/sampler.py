@@ -17,11 +17,11 @@ from paceline.engine.scoring import token_logprobs
 from paceline.engine.step import SampleTask, StepOutput
 
 
-def sample(logits: Tensor, tasks: Sequence[SampleTask]) -> StepOutput:
-    """One token a row of `logits` [num_tasks, vocab_size], float32."""
+def sample(logits: Tensor, tasks: Sequence[SampleTask], positions: Sequence[int]) -> StepOutput:
+    """One token a row of `logits` [num_tasks, vocab_size], float32, for each position."""
     if not tasks:
         return StepOutput()
-    token_ids = _choose(_adjusted(logits, tasks), tasks)
+    token_ids = _choose(_adjusted(logits, tasks), tasks, positions)
     if all(task.num_top_logprobs is None for task in tasks):
         return StepOutput(token_ids)
     return StepOutput(token_ids, _logprobs(logits, tasks, token_ids))
@@ -104,15 +104,19 @@ def _is_adjusted(task: SampleTask) -> bool:
     return bool(task.params.logit_bias or task.banned_ids or task.params.has_penalties)
 
 
-def _choose(logits: Tensor, tasks: Sequence[SampleTask]) -> tuple[int, ...]:
+def _choose(logits: Tensor, tasks: Sequence[SampleTask], positions: Sequence[int]) -> tuple[int, ...]:
     chosen = logits.argmax(-1)
     by_chance = [row for row, task in enumerate(tasks) if task.params.temperature > 0]
     if by_chance:
-        chosen[by_chance] = _draw(logits[by_chance], [tasks[row] for row in by_chance])
+        drawing = [tasks[row] for row in by_chance]
+        numbers = [
+            uniform(tasks[row].params.seed, positions[row], tasks[row].candidate) for row in by_chance
+        ]
+        chosen[by_chance] = _draw(logits[by_chance], drawing, numbers)
     return tuple(chosen.tolist())
 
 
-def _draw(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
+def _draw(logits: Tensor, tasks: Sequence[SampleTask], numbers: Sequence[float]) -> Tensor:
     """The token at which the cumulated probability, by token id, passes the task's random number."""
     params = [task.params for task in tasks]
     probs = (logits.double() / _column([p.temperature for p in params])).softmax(-1)
@@ -121,7 +125,6 @@ def _draw(logits: Tensor, tasks: Sequence[SampleTask]) -> Tensor:
         probs[cut] = filtered_probs(probs[cut], [params[row] for row in cut])
     cumulated = probs.cumsum(-1)
     # Scaled to the sum, which rounds to just under or over 1: the number is then always below the last step.
-    numbers = [uniform(task.params.seed, task.position, task.candidate) for task in tasks]
     thresholds = _column(numbers) * cumulated[:, -1:]
     drawn = torch.searchsorted(cumulated, thresholds, right=True).squeeze(-1)
     # Where the logits are no numbers there is no right token, but there must be one that neighbours survive.

@@ -8,6 +8,9 @@ from paceline.core.block_hash import BlockHash
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec
 from paceline.engine.block_tables import SequenceBlocks
 from paceline.engine.cached_prefix import TokenChain
+from paceline.engine.fairness import Account
+from paceline.engine.step import SampleTask
+from paceline.engine.swap import SavedPlace
 
 
 class SequenceStatus(enum.Enum):
@@ -47,6 +50,8 @@ class Sequence:
     # What the chain of its block hashes starts from.
     root: BlockHash
     blocks: SequenceBlocks
+    account: Account
+    eos_token_ids: frozenset[int]
     arrival_s: float
     candidates: tuple[int, ...] = field(init=False)
     token_ids: list[int] = field(init=False)
@@ -61,10 +66,28 @@ class Sequence:
     num_announced_blocks: int = 0
     # Leading prompt tokens whose log probability has been told; the first one has none.
     num_scored_tokens: int = 1
+    # Admissions that passed it by, since it did not fit.
+    num_overtaken: int = 0
+    # When it was refused for lack of room: blocks available then, and how many of its own were cached.
+    refused_with: int | None = None
+    num_prefix_blocks: int = 0
+    # How the next token is sampled, as long as that stays the same from token to token.
+    lasting_tasks: tuple[SampleTask, ...] | None = None
+    # Its KV in host memory, while it is swapped out.
+    saved: list[SavedPlace] = field(default_factory=list)
+    # Leading tokens that another worker has computed, and may still have.
+    num_remote_tokens: int = 0
+    # Which token would end it how, and how long it may become.
+    ends: dict[int, FinishReason] = field(init=False)
+    max_num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.candidates = self.spec.candidates
-        self.token_ids = list(self.spec.known_ids)
+        spec = self.spec
+        self.candidates = spec.candidates
+        self.token_ids = list(spec.known_ids)
+        self.ends = {} if spec.ignore_eos else dict.fromkeys(self.eos_token_ids, FinishReason.EOS)
+        self.ends.update(dict.fromkeys(spec.stop_token_ids, FinishReason.STOP))
+        self.max_num_tokens = len(spec.prompt_ids) + spec.max_tokens
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -117,26 +140,27 @@ class Sequence:
         """Whether one step gives a token."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
-    def banned_ids(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
         """Tokens that may not be sampled next: those that would end the output before its least length."""
-        if self.num_output_tokens >= self.spec.min_tokens:
-            return ()
-        return (*self.spec.stop_token_ids, *(() if self.spec.ignore_eos else sorted(eos_token_ids)))
+        return tuple(sorted(self.ends)) if self.num_output_tokens < self.spec.min_tokens else ()
 
-    def end_with(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def end_with(self, token_id: int) -> FinishReason | None:
         """Whether, and how, `token_id` as the next token would end it."""
-        if token_id in self.spec.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in eos_token_ids and not self.spec.ignore_eos:
-            return FinishReason.EOS
-        if self.num_output_tokens + 1 >= self.spec.max_tokens:
+        reason = self.ends.get(token_id)
+        if reason is None and len(self.token_ids) + 1 >= self.max_num_tokens:
             return FinishReason.LENGTH
-        return None
+        return reason
+
+    def keep(self, candidates: tuple[int, ...]) -> None:
+        """From now on it stands for these candidates only."""
+        self.candidates = candidates
+        self.lasting_tasks = None
 
     def fork(self, candidate: int, blocks: SequenceBlocks) -> "Sequence":
         """One candidate of a computed family as a sequence of its own, with these blocks."""
-        other = replace(self, blocks=blocks, block_hashes=list(self.block_hashes))
-        other.candidates = (candidate,)
+        other = replace(self, blocks=blocks, block_hashes=list(self.block_hashes), saved=[])
+        other.keep((candidate,))
         return other
 
     def forget_blocks(self) -> None:

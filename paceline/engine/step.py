@@ -1,7 +1,11 @@
-"""The plain records in which deciding and doing meet: the scheduler writes one, the runner answers with the other."""
+"""The plain records in which deciding and doing meet: the scheduler writes one, the runner answers with the other.
+
+What there is of each running sequence in each step is a named tuple: it takes a quarter of the time of a frozen dataclass.
+"""
 
 from dataclasses import dataclass
 from operator import add
+from typing import NamedTuple
 
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams, SequenceId, TokenLogprob
@@ -13,13 +17,12 @@ BlockTable = tuple[BlockId | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """How to choose a candidate's token at `position`, beside the logits.
+    """How to choose a candidate's next token, beside its position and the logits.
 
     `prompt_ids` and `output_ids` are given only where penalties need them. `banned_ids` may not come yet.
     """
 
     params: SamplingParams
-    position: int
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
@@ -42,8 +45,7 @@ class ScoreTask:
     num_top_logprobs: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
     Each of `samples` chooses a token that follows them, all from the same logits: one for each candidate. If `score` is set,

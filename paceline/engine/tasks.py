@@ -6,19 +6,23 @@ from paceline.engine.sequence import Sequence
 from paceline.engine.step import SampleTask, ScoreTask
 
 
-def sample_tasks(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[SampleTask, ...]:
+def sample_tasks(sequence: Sequence) -> tuple[SampleTask, ...]:
     """The next token of each candidate."""
-    spec, num_prompt = sequence.spec, len(sequence.spec.prompt_ids)
+    if sequence.lasting_tasks is not None:
+        return sequence.lasting_tasks
+    spec, banned_ids = sequence.spec, sequence.banned_ids
     needs_history = spec.sampling.has_penalties
     task = SampleTask(
         params=spec.sampling,
-        position=sequence.num_tokens,
         prompt_ids=spec.prompt_ids if needs_history else (),
-        output_ids=tuple(sequence.token_ids[num_prompt:]) if needs_history else (),
-        banned_ids=sequence.banned_ids(eos_token_ids),
+        output_ids=tuple(sequence.token_ids[len(spec.prompt_ids) :]) if needs_history else (),
+        banned_ids=banned_ids,
         num_top_logprobs=spec.num_top_logprobs,
     )
-    return tuple(replace(task, candidate=candidate) for candidate in sequence.candidates)
+    tasks = tuple(replace(task, candidate=candidate) for candidate in sequence.candidates)
+    if not needs_history and not banned_ids:
+        sequence.lasting_tasks = tasks
+    return tasks
 
 
 def score_task(sequence: Sequence, start: int, end: int) -> ScoreTask | None:

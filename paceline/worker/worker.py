@@ -18,7 +18,8 @@ from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, WorkerId
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex

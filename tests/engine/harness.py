@@ -13,7 +13,8 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Runner
 from paceline.engine.events import Event, Failed, NewTokens, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_next_token
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from tests.factories import BLOCK_SIZE, make_id
@@ -61,12 +62,13 @@ class Bench:
         hash_block: HashBlock = hash_block,
         runner: Runner | None = None,
         groups: Sequence[KVGroup] = WHOLE,
+        **policies: object,
     ) -> None:
         self.clock = ManualClock(100.0)
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, groups)
         self.runner = runner or FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE, groups=groups)
         self.eos = frozenset(eos)
-        config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model")
+        config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, self.eos, b"model", **policies)  # type: ignore[arg-type] # each has its field's type
         self.scheduler = Scheduler(
             config, self.pool, self.runner.memory, clock=self.clock, hash_block=hash_block
         )

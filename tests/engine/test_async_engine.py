@@ -16,7 +16,8 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine, Runner, StepResult
 from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.fake import FakeModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.worker.events import EventQueue
 from tests.engine.harness import VOCAB_SIZE, WHOLE, fill, oracle

@@ -16,7 +16,8 @@ from paceline.engine.exact.model import make_exact
 from paceline.engine.expert_load import ExpertLoad
 from paceline.engine.model_loader import use_paged_attention
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, ScheduledSequence, SchedulerOutput
 from tests.factories import BLOCK_SIZE, make_id, make_spec

@@ -10,7 +10,7 @@ from tests.factories import GREEDY, make_id
 def _item(
     name: str, token_ids: tuple[int, ...], start: int, table: tuple[int, ...], sampling: SamplingParams | None
 ) -> ScheduledSequence:
-    samples = (SampleTask(sampling, start + len(token_ids)),) if sampling else ()
+    samples = (SampleTask(sampling),) if sampling else ()
     return ScheduledSequence(make_id(name), token_ids, start, (tuple(BlockId(b) for b in table),), samples)
 
 
@@ -32,7 +32,8 @@ def test_sequences_lie_end_to_end_with_their_own_places() -> None:
     assert [(q.first, q.last, q.context) for q in batch.queries] == [(0, 3, 5), (3, 4, 9), (4, 6, 2)]
     assert [q.block_tables[0].tolist() for q in batch.queries] == [[5, 3], [0, 1, 2], [7]]
     assert batch.sample_rows.tolist() == [3, 5]
-    assert batch.sample_tasks == (SampleTask(seeded, 9), SampleTask(GREEDY, 2))
+    assert batch.sample_tasks == (SampleTask(seeded), SampleTask(GREEDY))
+    assert batch.sample_positions == (9, 2)
 
 
 def test_a_step_of_chunks_samples_nothing() -> None:

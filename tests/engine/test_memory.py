@@ -17,7 +17,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.events import Failed, NewTokens
 from paceline.engine.model_loader import use_paged_attention
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.worker.events import EventQueue
 from tests.factories import BLOCK_SIZE, make_spec
@@ -54,7 +55,8 @@ async def test_memory_stays_flat_over_ten_thousand_requests() -> None:
     assert resident - resident_before < MAX_GROWTH_BYTES
     assert (engine.num_sequences, engine._held) == (0, set())
     assert not scheduler._families
-    assert not (scheduler._waiting or scheduler._running or scheduler._parked)
+    assert not (len(scheduler._admission) or scheduler._running or scheduler._deadlines)
+    assert not scheduler.accounts.services()
     assert pool.num_available == NUM_BLOCKS
     scheduler.check_invariants()
 

@@ -27,7 +27,7 @@ def test_only_rows_that_sample_have_logits(name: str) -> None:
     _, layout, runner = _open(name)
     tables = [side_by_side(index, BLOCK_SIZE + 3, layout) for index in range(2)]
     items = [
-        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, (SampleTask(GREEDY, 8 + n),))
+        ScheduledSequence(make_id(f"r{n}"), tuple(range(5, 8 + n)), 0, table, (SampleTask(GREEDY),))
         for n, table in enumerate(tables)
     ]
     both = runner.forward(build_forward_batch(SchedulerOutput(tuple(items), ()), BLOCK_SIZE))

@@ -22,8 +22,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5, -2.0, 0.25])
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[int, ...]:
     """One token a row, by its own parameters and position."""
-    tasks = [SampleTask(*pair) for pair in zip(params, positions, strict=True)]
-    return sample(logits, tasks).token_ids
+    return sample(logits, [SampleTask(each) for each in params], positions).token_ids
 
 
 def _exact_probs(params: SamplingParams) -> dict[int, float]:
@@ -185,7 +184,7 @@ def test_a_seed_is_reproducible_and_another_seed_is_another_output() -> None:
 
 def test_no_row_is_no_token() -> None:
     """A step of chunks samples nothing."""
-    assert sample(torch.empty(0, 50), ()).token_ids == ()
+    assert sample(torch.empty(0, 50), (), ()).token_ids == ()
 
 
 # -- what depends on more than the logits
@@ -193,7 +192,7 @@ def test_no_row_is_no_token() -> None:
 
 def test_repetition_divides_what_is_likely_and_multiplies_what_is_not() -> None:
     """Tokens of prompt and output are pushed down, once each, however often they were seen; others stay."""
-    task = SampleTask(SamplingParams(repetition_penalty=2), 5, prompt_ids=(0, 0, 4), output_ids=(6,))
+    task = SampleTask(SamplingParams(repetition_penalty=2), prompt_ids=(0, 0, 4), output_ids=(6,))
     expected = LOGITS.clone()
     expected[0], expected[4], expected[6] = 1.0, -2.0, -4.0
     assert torch.equal(penalised(LOGITS[None], [task])[0], expected)
@@ -202,10 +201,10 @@ def test_repetition_divides_what_is_likely_and_multiplies_what_is_not() -> None:
 def test_each_row_has_its_own_changes() -> None:
     """Rows with every kind of change, and without any, give together what each gives alone, to the bit."""
     tasks = [
-        SampleTask(SamplingParams(repetition_penalty=1.7), 5, prompt_ids=(1, 4), output_ids=(2,)),
-        SampleTask(GREEDY, 5),
-        SampleTask(SamplingParams(presence_penalty=0.3, frequency_penalty=0.1), 5, output_ids=(2, 2, 6)),
-        SampleTask(SamplingParams(logit_bias=((0, -3.0), (4, 5.0))), 5, banned_ids=(1, 7)),
+        SampleTask(SamplingParams(repetition_penalty=1.7), prompt_ids=(1, 4), output_ids=(2,)),
+        SampleTask(GREEDY),
+        SampleTask(SamplingParams(presence_penalty=0.3, frequency_penalty=0.1), output_ids=(2, 2, 6)),
+        SampleTask(SamplingParams(logit_bias=((0, -3.0), (4, 5.0))), banned_ids=(1, 7)),
     ]
     rows = torch.stack([LOGITS + row for row in range(4)])
     together = penalised(rows, tasks)
@@ -217,24 +216,24 @@ def test_each_row_has_its_own_changes() -> None:
 
 def test_an_end_of_text_without_a_logit_is_no_matter() -> None:
     """A model may name one beyond its last row."""
-    task = SampleTask(GREEDY, 5, banned_ids=(3, 10**6))
+    task = SampleTask(GREEDY, banned_ids=(3, 10**6))
     assert float(penalised(LOGITS[None], [task])[0, 3]) == -math.inf
 
 
 def test_logits_that_are_no_numbers_hurt_no_neighbour() -> None:
     """Their row gives some token of the vocabulary, and the others what they give alone."""
-    task = SampleTask(SamplingParams(seed=3), 5)
+    task = SampleTask(SamplingParams(seed=3))
     good = LOGITS[None]
     bad = torch.full_like(good, math.nan)
-    both = sample(torch.cat([bad, good]), (task, task)).token_ids
+    both = sample(torch.cat([bad, good]), (task, task), (5, 5)).token_ids
     assert 0 <= both[0] < good.shape[1]
-    assert both[1:] == sample(good, (task,)).token_ids
+    assert both[1:] == sample(good, (task,), (5,)).token_ids
 
 
 def test_presence_counts_once_and_frequency_each_time_and_only_output() -> None:
     """Both are subtracted, for tokens of the output; the prompt's stay as they are."""
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    task = SampleTask(params, 5, prompt_ids=(0,), output_ids=(1, 2, 1, 1))
+    task = SampleTask(params, prompt_ids=(0,), output_ids=(1, 2, 1, 1))
     expected = LOGITS.clone()
     expected[1] -= 0.5 + 3 * 0.25
     expected[2] -= 0.5 + 0.25
@@ -244,16 +243,16 @@ def test_presence_counts_once_and_frequency_each_time_and_only_output() -> None:
 def test_a_bias_is_added_and_comes_before_penalties() -> None:
     """A biased token is penalised by its biased logit."""
     params = SamplingParams(repetition_penalty=2, logit_bias=((4, 3.0), (7, -1.0)))
-    changed = penalised(LOGITS[None], [SampleTask(params, 1, prompt_ids=(4,))])[0]
+    changed = penalised(LOGITS[None], [SampleTask(params, prompt_ids=(4,))])[0]
     assert (float(changed[4]), float(changed[7])) == (1.0, -0.75)
 
 
 def test_a_banned_token_never_comes() -> None:
     """However likely it is, greedy or by chance; without the ban it comes."""
     for params in (GREEDY, SamplingParams(seed=3)):
-        free = {sample(LOGITS[None], [SampleTask(params, n)]).token_ids[0] for n in range(200)}
+        free = {sample(LOGITS[None], [SampleTask(params)], [n]).token_ids[0] for n in range(200)}
         banned = {
-            sample(LOGITS[None], [SampleTask(params, n, banned_ids=(0,))]).token_ids[0] for n in range(200)
+            sample(LOGITS[None], [SampleTask(params, banned_ids=(0,))], [n]).token_ids[0] for n in range(200)
         }
         assert 0 in free
         assert 0 not in banned
@@ -269,10 +268,10 @@ def test_each_row_has_its_own_rules() -> None:
         SamplingParams(seed=3, logit_bias=((5, 4.0),), top_p=0.6),
     ]
     logits = _random_logits(20)
-    tasks = [SampleTask(kinds[n % 5], n, (1, 2, 3), (n, 4, n), (7,) if n % 2 else ()) for n in range(20)]
-    alone = tuple(sample(logits[n : n + 1], tasks[n : n + 1]).token_ids[0] for n in range(20))
+    tasks = [SampleTask(kinds[n % 5], (1, 2, 3), (n, 4, n), (7,) if n % 2 else ()) for n in range(20)]
+    alone = tuple(sample(logits[n : n + 1], tasks[n : n + 1], [n]).token_ids[0] for n in range(20))
     before = logits.clone()
-    assert sample(logits, tasks).token_ids == alone
+    assert sample(logits, tasks, range(20)).token_ids == alone
     assert torch.equal(logits, before)
 
 
@@ -283,11 +282,11 @@ def test_logprobs_are_the_models_own() -> None:
     """Of the chosen token and of the best ones, before temperature, penalties and filters; None where nobody asked."""
     params = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=3, seed=1)
     tasks = [
-        SampleTask(params, 1, (0,), num_top_logprobs=3),
-        SampleTask(GREEDY, 1),
-        SampleTask(GREEDY, 2, num_top_logprobs=0),
+        SampleTask(params, (0,), num_top_logprobs=3),
+        SampleTask(GREEDY),
+        SampleTask(GREEDY, num_top_logprobs=0),
     ]
-    step = sample(LOGITS.expand(3, -1), tasks)
+    step = sample(LOGITS.expand(3, -1), tasks, (1, 1, 2))
     exact = LOGITS.log_softmax(-1)
     first, none, last = step.logprobs
     assert none is None
@@ -297,16 +296,16 @@ def test_logprobs_are_the_models_own() -> None:
     assert last is not None
     assert (last.token_id, last.top) == (0, ())
     assert last.logprob == pytest.approx(float(exact[0]))
-    assert sample(LOGITS[None], [SampleTask(GREEDY, 1)]).logprobs == ()
+    assert sample(LOGITS[None], [SampleTask(GREEDY)], [1]).logprobs == ()
 
 
 def test_the_first_candidate_is_the_only_one_s() -> None:
     """Candidate 0 of a seed is what one answer to it would be; greedy candidates are all alike."""
     rows = _random_logits(20)
     for params in (SamplingParams(seed=5), GREEDY):
-        alone = sample(rows, [SampleTask(params, n) for n in range(20)]).token_ids
+        alone = sample(rows, [SampleTask(params)] * 20, range(20)).token_ids
         first, second = (
-            sample(rows, [SampleTask(params, n, candidate=c) for n in range(20)]).token_ids for c in (0, 1)
+            sample(rows, [SampleTask(params, candidate=c)] * 20, range(20)).token_ids for c in (0, 1)
         )
         assert first == alone
         assert (second == alone) == (params is GREEDY)
@@ -317,7 +316,7 @@ def test_candidates_are_drawn_independently() -> None:
     probs, params = _exact_probs(SamplingParams()), SamplingParams(seed=11)
     rows = LOGITS.expand(NUM_DRAWS, -1)
     first, second = (
-        sample(rows, [SampleTask(params, n, candidate=c) for n in range(NUM_DRAWS)]).token_ids for c in (1, 2)
+        sample(rows, [SampleTask(params, candidate=c)] * NUM_DRAWS, range(NUM_DRAWS)).token_ids for c in (1, 2)
     )
     pairs = Counter(zip(first, second, strict=True))
     for one, its in probs.items():

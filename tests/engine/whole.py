@@ -28,6 +28,6 @@ def whole_reference(
 def _logits(runner: ModelRunner, layout: KVLayout, token_ids: tuple[int, ...]) -> Tensor:
     """Of every token, all of them in one step."""
     tables = side_by_side(0, len(token_ids), layout)
-    item = ScheduledSequence(make_id(), token_ids, 0, tables, (SampleTask(GREEDY, len(token_ids)),))
+    item = ScheduledSequence(make_id(), token_ids, 0, tables, (SampleTask(GREEDY),))
     batch = build_forward_batch(SchedulerOutput((item,), ()), layout.block_size)
     return runner.forward(replace(batch, sample_rows=torch.arange(len(token_ids))))

@@ -14,7 +14,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.events import Event
 from paceline.engine.forward_batch import ForwardBatch
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 

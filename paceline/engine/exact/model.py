@@ -75,7 +75,7 @@ def _scheduled(prompts: list[list[int]], part: _Part, layout: KVLayout) -> Sched
         token_ids=tuple(prompts[prompt][start:end]),
         start=start,
         block_tables=side_by_side(prompt, len(prompts[0]), layout),
-        samples=(SampleTask(SamplingParams(), position=end),),
+        samples=(SampleTask(SamplingParams()),),
     )
 
 

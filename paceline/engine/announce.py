@@ -1,0 +1,63 @@
+"""What a scheduler says about a sequence when a step has computed part of it."""
+
+from paceline.core.request import TokenLogprob
+from paceline.engine.events import BlocksReady, Event, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.sequence import Sequence, SequenceRole
+
+
+def announce(sequence: Sequence) -> list[Event]:
+    """That it has started, and which blocks of a PREFILL_ONLY one have become ready."""
+    events: list[Event] = []
+    if not sequence.announced:
+        sequence.announced = True
+        events.append(_started(sequence))
+    if sequence.role is SequenceRole.PREFILL_ONLY:
+        events.append(_ready_blocks(sequence))
+    return events
+
+
+def reserved(sequence: Sequence, block_size: int) -> Event:
+    """The blocks of an AWAIT_KV sequence are held."""
+    blocks, num_cached = sequence.blocks, sequence.num_computed_tokens // block_size
+    return Reserved(
+        sequence.sequence_id, blocks.place_ids(), num_held=blocks.num_places_before(num_cached)
+    )
+
+
+def take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event:
+    """A chunk has told how probable prompt tokens were."""
+    first_index = sequence.num_scored_tokens
+    sequence.num_scored_tokens += len(logprobs)
+    return PromptScored(sequence.sequence_id, first_index, logprobs)
+
+
+def new_token(sequence: Sequence, candidate: int, token_id: int, logprob: TokenLogprob | None) -> NewTokens:
+    """A candidate's next token, which the sequence does not have yet."""
+    return NewTokens(
+        sequence.spec.sequence_id,
+        len(sequence.token_ids) - len(sequence.spec.prompt_ids),
+        (token_id,),
+        sequence.end_with(token_id),
+        sequence.num_preemptions,
+        () if logprob is None else (logprob,),
+        candidate,
+    )
+
+
+def _ready_blocks(sequence: Sequence) -> Event:
+    blocks = sequence.blocks.ready_places(
+        sequence.num_announced_blocks, is_complete=sequence.num_uncomputed_tokens == 0
+    )
+    sequence.num_announced_blocks += len(blocks)
+    return BlocksReady(sequence.sequence_id, sequence.num_computed_tokens, blocks)
+
+
+def _started(sequence: Sequence) -> Started:
+    assert sequence.started_s is not None, "a sequence starts when it is admitted"
+    return Started(
+        sequence_id=sequence.sequence_id,
+        num_cached_tokens=sequence.num_cached_tokens,
+        queued_s=sequence.started_s - sequence.arrival_s,
+        num_blocks=sequence.blocks.num_places,
+        block_hashes=sequence.blocks.place_hashes(sequence.block_hashes),
+    )

@@ -1,0 +1,82 @@
+"""Takes blocks from running sequences when others cannot grow: from whom, and what becomes of their KV."""
+
+from collections import Counter
+from collections.abc import Sequence as AbstractSequence
+
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.costs import CostEstimate, Loss, PreemptionKind
+from paceline.engine.policies import VICTIM_POLICIES, Victim, choose_victims
+from paceline.engine.running import Running
+from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
+from paceline.engine.swap import SwapSpace
+
+
+class Preemption:
+    """Chooses victims and takes their blocks; the caller sends them back to wait."""
+
+    def __init__(
+        self, policy: str, pool: BlockPool, running: Running, swap: SwapSpace, costs: CostEstimate
+    ) -> None:
+        self._policy = VICTIM_POLICIES[policy]
+        self._pool = pool
+        self._running = running
+        self._swap = swap
+        self._costs = costs
+        self._last: list[Sequence] = []
+        self.counts = Counter[PreemptionKind]()
+
+    def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
+        """Whoever had to lose its blocks so that those of `growing` that are left can have their next one."""
+        wanted = {sequence: sequence.blocks.num_missing(sequence.num_tokens) for sequence in growing}
+        num_lacking = sum(wanted.values()) - self._pool.num_available
+        if num_lacking <= 0:
+            return []
+        # The blocks of a PREFILL_ONLY sequence are promised to a receiver, and those of a parked one are being filled.
+        victims = [
+            self._victim(sequence, wanted.get(sequence, 0))
+            for sequence in (*self._running.decoding, *self._running.prefilling)
+            if sequence.role is not SequenceRole.PREFILL_ONLY
+        ]
+        chosen = [victim.sequence for victim in choose_victims(victims, num_lacking, self._policy)]
+        for sequence in chosen:
+            self._take_blocks(sequence)
+        self._last = chosen
+        return chosen
+
+    def _victim(self, sequence: Sequence, num_wanted: int) -> Victim:
+        cost_s, _ = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
+        num_freed = sequence.blocks.num_exclusive()
+        return Victim(sequence, cost_s, num_freed, num_wanted, was_last=sequence in self._last)
+
+    def _loss(self, sequence: Sequence) -> Loss:
+        size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()
+        # What others hold too stays in the cache.
+        num_shared = len(sequence.blocks.held_places()) - num_freed
+        num_lost = max(0, sequence.num_computed_tokens - num_shared * size)
+        num_remote = max(0, min(sequence.num_remote_tokens - num_shared * size, num_lost))
+        return Loss(num_lost, num_freed, num_remote, num_remote // size)
+
+    def _kinds(self, sequence: Sequence) -> frozenset[PreemptionKind]:
+        kinds = {PreemptionKind.RECOMPUTE}
+        # In the middle of its prompt it is not worth the bookkeeping.
+        is_decoding = sequence in self._running.decoding
+        if is_decoding and len(sequence.blocks.held_places()) <= self._swap.num_free:
+            kinds.add(PreemptionKind.SWAP)
+        return frozenset(kinds)
+
+    def _take_blocks(self, sequence: Sequence) -> None:
+        _, kind = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
+        if kind is PreemptionKind.SWAP:
+            sequence.saved = self._swap.save(sequence.blocks.held_places())
+        self.counts[kind] += 1
+        self._running.remove(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_preemptions += 1
+        sequence.refused_with = None
+        sequence.forget_blocks()
+
+    def note_fork(self, fork: Sequence) -> None:
+        """A candidate for which there is no room begins as one that was preempted."""
+        self.counts[PreemptionKind.RECOMPUTE] += 1
+        fork.status = SequenceStatus.PREEMPTED
+        fork.num_preemptions += 1
