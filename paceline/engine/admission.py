@@ -114,8 +114,10 @@ class Admission:
     def admitted(self, queue: WaitingQueue, before: int = ALL_CLASSES) -> Iterator[Sequence]:
         """Those of a lane and of the classes before one that fit, one after the other; each has its room once it is given."""
         passed: list[Sequence] = []
+        if not self._is_open or self._running.num_seats >= self._max_seats:
+            return
         for sequence in self._candidates(queue, before):
-            if not self._is_open or self._is_barred(sequence, queue) or not self._is_allowed(sequence):
+            if self._is_barred(sequence, queue) or not self._is_allowed(sequence):
                 continue
             if not self._fits(sequence, queue):
                 # Whoever lost its blocks is not overtaken: newcomers would only take from others what it lacks.
@@ -147,12 +149,15 @@ class Admission:
 
     def _fits(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether all its candidates have seats, and there is room, which it then has; alone it always has a seat."""
-        max_seats = min(self._config.max_num_seqs, self._pressure.max_seats)
         num_taken = self._running.num_seats
-        if num_taken and num_taken + sequence.num_seats > max_seats:
+        if num_taken and num_taken + sequence.num_seats > self._max_seats:
             return False
         from_cushion = may_use_cushion(sequence, is_fast=queue is self.fast)
         return self._room.take(sequence, from_cushion=from_cushion)
+
+    @property
+    def _max_seats(self) -> int:
+        return min(self._config.max_num_seqs, self._pressure.max_seats)
 
     def _note_overtaken(self, passed: list[Sequence]) -> None:
         for sequence in passed:

@@ -19,9 +19,7 @@ def announce(sequence: Sequence) -> list[Event]:
 def reserved(sequence: Sequence, block_size: int) -> Event:
     """The blocks of an AWAIT_KV sequence are held."""
     blocks, num_cached = sequence.blocks, sequence.num_computed_tokens // block_size
-    return Reserved(
-        sequence.sequence_id, blocks.place_ids(), num_held=blocks.num_places_before(num_cached)
-    )
+    return Reserved(sequence.sequence_id, blocks.place_ids(), num_held=blocks.num_places_before(num_cached))
 
 
 def take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event:
@@ -34,13 +32,13 @@ def take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event
 def new_token(sequence: Sequence, candidate: int, token_id: int, logprob: TokenLogprob | None) -> NewTokens:
     """A candidate's next token, which the sequence does not have yet."""
     return NewTokens(
-        sequence.spec.sequence_id,
-        len(sequence.token_ids) - len(sequence.spec.prompt_ids),
-        (token_id,),
-        sequence.end_with(token_id),
-        sequence.num_preemptions,
-        () if logprob is None else (logprob,),
-        candidate,
+        sequence_id=sequence.sequence_id,
+        first_index=sequence.num_output_tokens,
+        token_ids=(token_id,),
+        finish_reason=sequence.end_with(token_id),
+        num_preemptions=sequence.num_preemptions,
+        logprobs=() if logprob is None else (logprob,),
+        candidate=candidate,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.core.block_hash import BlockHash, group_hash
 from paceline.core.kv_layout import BlockId, KVGroup
-from paceline.core.prefix import PrefixChanges, PrefixEntry
+from paceline.core.prefix import PrefixChanges
 from paceline.engine.cached_block import CachedBlock, is_same, is_same_by_tokens, make_cached
 
 
@@ -46,6 +46,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = tuple(groups)
+        self._is_windowed = [group.is_windowed for group in self.groups]
         self._num_refs = [0] * num_blocks
         self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
         # Held blocks of groups with a window, and how many blocks are pledged to those groups.
@@ -53,8 +54,8 @@ class BlockPool:
         self._num_pledged = 0
         self._by_hash: dict[BlockHash, CachedBlock] = {}
         self._by_block: dict[BlockId, CachedBlock] = {}
-        # Whether each entry that changed is in the cache now; the last change counts.
-        self._changed: dict[PrefixEntry, bool] = {}
+        # Whether each block that changed is in the cache now, in the order in which they came.
+        self._changed: dict[CachedBlock, bool] = {}
         self._num_hits = self._num_evictions = self._num_collisions = 0
 
     @property
@@ -114,7 +115,7 @@ class BlockPool:
     def num_available_after(self, cached: Sequence[CachedBlock]) -> int:
         """How many blocks would be available if `cached`, of groups without a window, were acquired."""
         return self.num_available - sum(
-            self._num_refs[block.held_id] == 0 for block in cached if not self._is_windowed(block.group)
+            self._num_refs[block.held_id] == 0 for block in cached if not self._is_windowed[block.group]
         )
 
     def num_exclusive(self, block_ids: Iterable[BlockId]) -> int:
@@ -146,8 +147,8 @@ class BlockPool:
         """Takes free blocks, evicting what they cached. The caller has checked that there is room."""
         assert num_blocks <= len(self._free), "allocate() without room"
         block_ids = [self._take_free() for _ in range(num_blocks)]
-        for block_id in block_ids:
-            self._note_held(block_id, group)
+        if self._is_windowed[group]:
+            self._windowed.update(block_ids)
         return block_ids
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
@@ -183,7 +184,7 @@ class BlockPool:
         present = self._by_hash.get(name)
         if present is not None:
             if is_same(present, root, parent, token_ids) or (
-                self._is_windowed(group) and is_same_by_tokens(present, root, parent, token_ids)
+                self._is_windowed[group] and is_same_by_tokens(present, root, parent, token_ids)
             ):
                 return present
             if not self._is_stray(present):
@@ -197,7 +198,9 @@ class BlockPool:
 
     def take_changes(self) -> PrefixChanges:
         """What the cache gained and lost since the last call."""
-        changed, self._changed = self._changed, {}
+        # Two blocks may have the same entry, one after the other; the last change counts.
+        changed = {cached.entry(): is_cached for cached, is_cached in self._changed.items()}
+        self._changed = {}
         published = tuple(entry for entry, is_cached in changed.items() if is_cached)
         evicted = tuple(entry for entry, is_cached in changed.items() if not is_cached)
         return PrefixChanges(published, evicted)
@@ -233,10 +236,7 @@ class BlockPool:
         return self._by_hash.get(cached.block_hash) is cached
 
     def _can_be_followed(self, parent: CachedBlock) -> bool:
-        return self._is_windowed(parent.group) or self._is_cached(parent)
-
-    def _is_windowed(self, group: int) -> bool:
-        return self.groups[group].is_windowed
+        return self._is_windowed[parent.group] or self._is_cached(parent)
 
     def _is_stray(self, cached: CachedBlock) -> bool:
         """Whether nobody can find it any more, since the block that it follows was evicted before it.
@@ -252,10 +252,10 @@ class BlockPool:
     def _note_changed(self, cached: CachedBlock, *, is_cached: bool) -> None:
         # Others hear of the first group's blocks: they are those of the widest view.
         if cached.group == 0:
-            self._changed[cached.entry()] = is_cached
+            self._changed[cached] = is_cached
 
     def _note_held(self, block_id: BlockId, group: int) -> None:
-        if self._is_windowed(group):
+        if self._is_windowed[group]:
             self._windowed.add(block_id)
 
     def _take_free(self) -> BlockId:

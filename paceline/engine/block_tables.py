@@ -42,15 +42,19 @@ class _Place(NamedTuple):
 class SequenceBlocks:
     """The tables of one sequence; empty until `reserve`, and again after `release`."""
 
-    def __init__(self, pool: BlockPool, content: BlockContent) -> None:
+    def __init__(
+        self, pool: BlockPool, content: BlockContent, tables: list[GroupTable] | None = None
+    ) -> None:
         self._pool = pool
         self._content = content
-        self.tables = [GroupTable(index, group) for index, group in enumerate(pool.groups)]
+        self.tables = tables or [GroupTable(index, group) for index, group in enumerate(pool.groups)]
+        self._windowed = [table for table in self.tables if table.is_windowed]
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
         self._places: list[_Place] = []
         # Tokens that have a place, and the tables as the runner sees them: both are asked for in every step.
         self.num_tokens_held = 0
-        self._view: tuple[BlockTable, ...] | None = None
+        self.view: tuple[BlockTable, ...] = ()
+        self._note_change()
 
     # -- taking room
 
@@ -83,7 +87,7 @@ class SequenceBlocks:
             table.first = table.group.view.first_visible(position) // self._pool.block_size
         # Only now: an allocation evicts, and must not take another table's part of the prefix.
         for table, ordinals in zip(self.tables, seen, strict=True):
-            if is_filled_outside or not table.group.is_windowed:
+            if is_filled_outside or not table.is_windowed:
                 self._allocate(table, ordinals, num_blocks)
         self._places = self._places_of(num_tokens)
         self._note_change()
@@ -95,11 +99,14 @@ class SequenceBlocks:
 
     def extend(self, end: int) -> None:
         """Makes room for tokens up to `end`. The caller has checked that what is missing is available."""
+        if end <= self.num_tokens_held and not self._windowed:
+            return
+        num_blocks = self._num_blocks_for(end)
         for table in self.tables:
-            if table.group.is_windowed:
+            if table.is_windowed:
                 self._pledge(table, self._shortage(table, end))
-            num_blocks = self._num_blocks_for(end)
-            self._allocate(table, range(len(table.block_ids), num_blocks), num_blocks)
+            if (num_new := num_blocks - len(table.block_ids)) > 0:
+                table.block_ids += self._pool.allocate(num_new, table.index)
         self._note_change()
 
     def num_to_grow(self, num_tokens: int, end: int) -> int:
@@ -116,7 +123,7 @@ class SequenceBlocks:
     def num_exclusive(self) -> int:
         """Blocks that come free when this sequence gives its own up: those that nobody else holds, and pledged ones."""
         return sum(
-            table.pledged if table.group.is_windowed else self._pool.num_exclusive(table.held_ids)
+            table.pledged if table.is_windowed else self._pool.num_exclusive(table.held_ids)
             for table in self.tables
         )
 
@@ -137,10 +144,8 @@ class SequenceBlocks:
 
         Full blocks are shared; nobody writes to them any more. A partial last one is copied, since both go on in it.
         """
-        other = SequenceBlocks(self._pool, self._content)
-        other.tables = [self._fork_table(table, num_tokens // self._pool.block_size) for table in self.tables]
-        other._note_change()  # noqa: SLF001 - of the same class
-        return other
+        tables = [self._fork_table(table, num_tokens // self._pool.block_size) for table in self.tables]
+        return SequenceBlocks(self._pool, self._content, tables)
 
     # -- results
 
@@ -157,10 +162,10 @@ class SequenceBlocks:
 
     def trim(self, num_computed_tokens: int, num_tokens: int) -> None:
         """Lets go of what no token from `num_computed_tokens` on sees."""
-        for table in self.tables:
-            if table.group.is_windowed:
-                self._trim(table, num_computed_tokens, num_tokens)
-                self._view = None
+        for table in self._windowed:
+            self._trim(table, num_computed_tokens, num_tokens)
+        if self._windowed:
+            self.view = self._make_view()
 
     def release(self) -> None:
         """Gives up everything."""
@@ -197,12 +202,6 @@ class SequenceBlocks:
         """Blocks that a hand-over of the known tokens moves."""
         return len(self._places)
 
-    def view(self) -> tuple[BlockTable, ...]:
-        """The tables as the runner sees them."""
-        if self._view is None:
-            self._view = tuple(tuple(table.block_ids) for table in self.tables)
-        return self._view
-
     def place_ids(self) -> tuple[BlockId, ...]:
         """The blocks of a hand-over, in order."""
         return tuple(self._id_at(place) for place in self._places)
@@ -233,13 +232,13 @@ class SequenceBlocks:
 
     def _need(self, table: GroupTable, seen: list[int], num_cached: int, max_step_tokens: int) -> int:
         """Blocks to set aside: those that are not cached or, for a window, all that it ever holds at once."""
-        if not table.group.is_windowed:
+        if not table.is_windowed:
             return len(seen) - num_cached
         return min(len(seen), table.group.max_live_blocks(max_step_tokens, self._pool.block_size))
 
     def _take_prefix(self, table: GroupTable, seen: list[int], prefix: CachedPrefix, need: int) -> None:
         cached = prefix.by_group[table.index]
-        if table.group.is_windowed:
+        if table.is_windowed:
             self._pledge(table, need)
         ordinals = [ordinal for ordinal in seen if ordinal < prefix.num_blocks]
         table.block_ids = [None] * prefix.num_blocks
@@ -260,7 +259,7 @@ class SequenceBlocks:
 
     def _shortage(self, table: GroupTable, end: int) -> int:
         num_blocks = self._num_blocks_for(end)
-        if not table.group.is_windowed:
+        if not table.is_windowed:
             return max(0, num_blocks - len(table.block_ids))
         return max(0, table.num_live(num_blocks, self._pool.block_size) - table.pledged)
 
@@ -286,13 +285,13 @@ class SequenceBlocks:
             )
         else:
             cached = self._pool.publish(
-                block_id=block_id,
-                block_hash=block_hash,
-                root=chain.root,
-                parent=table.last_cached,
-                token_ids=token_ids,
-                checksum=table.checksums[ordinal],
-                group=table.index,
+                block_id,
+                block_hash,
+                chain.root,
+                table.last_cached,
+                token_ids,
+                table.checksums[ordinal],
+                table.index,
             )
         if cached is not None:
             table.last_cached, table.num_cached = cached, ordinal + 1
@@ -302,7 +301,7 @@ class SequenceBlocks:
         other = replace(
             table, block_ids=table.block_ids[:num_full], checksums=list(table.checksums), pledged=0
         )
-        if table.group.is_windowed:
+        if table.is_windowed:
             self._pledge(other, table.pledged)
         self._pool.share(other.held_ids)
         for block_id in table.block_ids[num_full:]:
@@ -319,8 +318,11 @@ class SequenceBlocks:
     # -- small things
 
     def _note_change(self) -> None:
-        self.num_tokens_held = min(len(table.block_ids) for table in self.tables) * self._pool.block_size
-        self._view = None
+        self.num_tokens_held = min([len(table.block_ids) for table in self.tables]) * self._pool.block_size
+        self.view = self._make_view()
+
+    def _make_view(self) -> tuple[BlockTable, ...]:
+        return tuple([tuple(table.block_ids) for table in self.tables])
 
     def _places_of(self, num_tokens: int) -> list[_Place]:
         """Block after block, and for each the groups that need it."""

@@ -4,6 +4,7 @@ Among tenants that wait the one with the smallest counter is next. Of two that n
 other by more than a batch's worth of tokens, however many requests the other one sends.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # A token that is generated costs more than one of a prompt, which shares a pass over the weights with many; as in the paper.
@@ -44,6 +45,15 @@ class Accounts:
             ]
             for each in idle:
                 del self._accounts[each.tenant]
+
+    def charge(self, accounts: Iterable[Account], num_charged: int, weight: float) -> None:
+        """A token of that weight to each of `num_charged` accounts, some of which may be the same."""
+        if len(self._accounts) == 1:
+            (only,) = self._accounts.values()
+            only.service += weight * num_charged
+            return
+        for account in accounts:
+            account.service += weight
 
     def services(self) -> dict[str, float]:
         """The counters, for whoever looks."""

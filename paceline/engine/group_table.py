@@ -20,6 +20,11 @@ class GroupTable:
     # `checksums` after a hash collision; then it grows no more.
     last_cached: CachedBlock | None = None
     num_cached: int = 0
+    is_windowed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Kept, since it is asked for with each block."""
+        self.is_windowed = self.group.is_windowed
 
     @property
     def held_ids(self) -> list[BlockId]:

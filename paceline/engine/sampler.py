@@ -109,9 +109,7 @@ def _choose(logits: Tensor, tasks: Sequence[SampleTask], positions: Sequence[int
     by_chance = [row for row, task in enumerate(tasks) if task.params.temperature > 0]
     if by_chance:
         drawing = [tasks[row] for row in by_chance]
-        numbers = [
-            uniform(tasks[row].params.seed, positions[row], tasks[row].candidate) for row in by_chance
-        ]
+        numbers = [uniform(tasks[row].params.seed, positions[row], tasks[row].candidate) for row in by_chance]
         chosen[by_chance] = _draw(logits[by_chance], drawing, numbers)
     return tuple(chosen.tolist())
 

@@ -5,7 +5,7 @@ only a worker whose sequences arrive with the prompt already computed. No torch 
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,7 @@ from paceline.engine.announce import announce, new_token, reserved, take_scores
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import BlockContent, SequenceBlocks
 from paceline.engine.costs import CostEstimate, PreemptionKind
+from paceline.engine.decode import scheduled_decodes, take_decodes
 from paceline.engine.events import Event, Failed, NewTokens
 from paceline.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Accounts
 from paceline.engine.invariants import check_invariants
@@ -165,18 +166,18 @@ class Scheduler:
         self._plan_chunks(events, may_admit=may_admit)
         if self._decodes or self._chunks:
             self._pressure.note_step(preempted=not may_admit, num_running=self._running.num_computing)
-        items = [_decode(sequence) for sequence in self._decodes]
+        items = scheduled_decodes(self._decodes)
         items += [self._chunk(sequence, num_tokens) for sequence, num_tokens in self._chunks.items()]
         return SchedulerOutput(tuple(items), tuple(events))
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Event]:
         """Takes the step's results into the sequences; a block is published here, once it is computed."""
-        events = list(output.events)
         logprobs = step.logprobs or (None,) * len(step.token_ids)
-        sampled = zip(step.token_ids, logprobs, strict=True)
+        num_decodes = len(self._decodes)
+        events = [*output.events, *self._update_decodes(step.token_ids[:num_decodes], logprobs[:num_decodes])]
+        sampled = zip(step.token_ids[num_decodes:], logprobs[num_decodes:], strict=True)
         scores = iter(step.scores)
-        self._update_decodes(sampled, events)
-        for sequence, item in zip(self._chunks, output.scheduled[len(self._decodes) :], strict=True):
+        for sequence, item in zip(self._chunks, output.scheduled[num_decodes:], strict=True):
             sequence.num_computed_tokens = item.end
             self._seal(sequence)
             events += announce(sequence)
@@ -298,7 +299,7 @@ class Scheduler:
             sequence_id=sequence.sequence_id,
             token_ids=tuple(sequence.token_ids[start:end]),
             start=start,
-            block_tables=sequence.blocks.view(),
+            block_tables=sequence.blocks.view,
             samples=sample_tasks(sequence) if end == sequence.num_tokens else (),
             score=score_task(sequence, start, end) if sequence.owes_prompt_logprobs else None,
             candidate=sequence.candidates[0],
@@ -334,22 +335,19 @@ class Scheduler:
     # -- taking results
 
     def _update_decodes(
-        self, sampled: Iterator[tuple[int, TokenLogprob | None]], events: list[Event]
-    ) -> None:
-        """One token each. This is done for every sequence in every step, and so without detours."""
-        size, has_windows = self.pool.block_size, any(group.is_windowed for group in self.pool.groups)
-        for sequence, (token_id, logprob) in zip(self._decodes, sampled):
-            token_ids = sequence.token_ids
-            sequence.num_computed_tokens = num_computed = len(token_ids)
-            if num_computed % size == 0 or has_windows:
-                self._seal(sequence)
-            sequence.account.service += OUTPUT_TOKEN
-            event = new_token(sequence, sequence.candidates[0], token_id, logprob)
-            events.append(event)
-            if event.finish_reason is None:
-                token_ids.append(token_id)
-            else:
-                self._drop(sequence)
+        self, token_ids: AbstractSequence[int], logprobs: AbstractSequence[TokenLogprob | None]
+    ) -> list[NewTokens]:
+        # Where there are windows, a step may also end what somebody sees of a block.
+        has_windows = any(group.is_windowed for group in self.pool.groups)
+        events, full, ended = take_decodes(
+            self._decodes, token_ids, logprobs, 1 if has_windows else self.pool.block_size
+        )
+        self.accounts.charge((s.account for s in self._decodes), len(events), OUTPUT_TOKEN)
+        for sequence in full:
+            self._seal(sequence)
+        for sequence in ended:
+            self._drop(sequence)
+        return events
 
     def _take_tokens(
         self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]]
@@ -425,17 +423,3 @@ class Scheduler:
 
 def _age(sequence: Sequence) -> float:
     return sequence.arrival_s
-
-
-def _decode(sequence: Sequence) -> ScheduledSequence:
-    """Its last token, after which the next one is sampled."""
-    token_ids = sequence.token_ids
-    return ScheduledSequence(
-        sequence.spec.sequence_id,
-        (token_ids[-1],),
-        len(token_ids) - 1,
-        sequence.blocks.view(),
-        sequence.lasting_tasks or sample_tasks(sequence),
-        None,
-        sequence.candidates[0],
-    )

@@ -80,6 +80,11 @@ class Sequence:
     # Which token would end it how, and how long it may become.
     ends: dict[int, FinishReason] = field(init=False)
     max_num_tokens: int = field(init=False)
+    # Request and attempt, and the prompt's length; of the spec, but asked for in every step.
+    sequence_id: SequenceId = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    # What names its blocks; it sees the lists above as they grow.
+    chain: TokenChain = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -87,12 +92,10 @@ class Sequence:
         self.token_ids = list(spec.known_ids)
         self.ends = {} if spec.ignore_eos else dict.fromkeys(self.eos_token_ids, FinishReason.EOS)
         self.ends.update(dict.fromkeys(spec.stop_token_ids, FinishReason.STOP))
-        self.max_num_tokens = len(spec.prompt_ids) + spec.max_tokens
-
-    @property
-    def sequence_id(self) -> SequenceId:
-        """Request and attempt."""
-        return self.spec.sequence_id
+        self.chain = TokenChain(self.root, self.block_hashes, self.token_ids)
+        self.sequence_id = spec.sequence_id
+        self.num_prompt_tokens = len(spec.prompt_ids)
+        self.max_num_tokens = self.num_prompt_tokens + spec.max_tokens
 
     @property
     def num_seats(self) -> int:
@@ -112,7 +115,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Output so far, of earlier attempts too."""
-        return len(self.token_ids) - len(self.spec.prompt_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -167,8 +170,3 @@ class Sequence:
         """Gives up the blocks, and with them everything computed."""
         self.blocks.release()
         self.num_computed_tokens = 0
-
-    @property
-    def chain(self) -> TokenChain:
-        """What names its blocks."""
-        return TokenChain(self.root, self.block_hashes, self.token_ids)

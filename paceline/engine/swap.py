@@ -40,9 +40,7 @@ class SwapSpace:
         """Copies out the blocks at (group, ordinal). The caller has checked that there is room."""
         assert len(places) <= self.num_free, "save() without room"
         self.num_free -= len(places)
-        return [
-            SavedPlace(group, ordinal, self._saver.save(block_id)) for group, ordinal, block_id in places
-        ]
+        return [SavedPlace(group, ordinal, self._saver.save(block_id)) for group, ordinal, block_id in places]
 
     def restore(self, saved: SavedPlace, block_id: BlockId) -> None:
         """Copies one back; it still counts until it is dropped."""

@@ -316,7 +316,8 @@ def test_candidates_are_drawn_independently() -> None:
     probs, params = _exact_probs(SamplingParams()), SamplingParams(seed=11)
     rows = LOGITS.expand(NUM_DRAWS, -1)
     first, second = (
-        sample(rows, [SampleTask(params, candidate=c)] * NUM_DRAWS, range(NUM_DRAWS)).token_ids for c in (1, 2)
+        sample(rows, [SampleTask(params, candidate=c)] * NUM_DRAWS, range(NUM_DRAWS)).token_ids
+        for c in (1, 2)
     )
     pairs = Counter(zip(first, second, strict=True))
     for one, its in probs.items():

@@ -85,7 +85,9 @@ def test_sequences_that_fit_are_admitted_in_the_order_in_which_they_came() -> No
     for name in names:
         bench.add(make_spec(name, max_tokens=2))
     bench.run()
-    assert [next(iter(step)) for step in bench.computed()[:-1]] == ["first"] * 2 + ["second"] * 2 + ["third"] * 2
+    assert [next(iter(step)) for step in bench.computed()[:-1]] == ["first"] * 2 + ["second"] * 2 + [
+        "third"
+    ] * 2
 
 
 # -- ends

@@ -1,0 +1,78 @@
+"""A step of all decoding sequences. What is here is done for every sequence in every step, and so without detours.
+
+A named tuple's own constructor takes as long as the rest of a round here, hence `tuple.__new__`.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as AbstractSequence
+from typing import NamedTuple
+
+from paceline.core.request import FinishReason, TokenLogprob
+from paceline.engine.events import NewTokens
+from paceline.engine.sequence import Sequence
+from paceline.engine.step import ScheduledSequence
+from paceline.engine.tasks import sample_tasks
+
+_new = tuple.__new__
+
+
+class Decoded(NamedTuple):
+    """What a step has brought: an event a sequence, those with a block that is full now, and those that are over."""
+
+    events: list[NewTokens]
+    full: list[Sequence]
+    ended: list[Sequence]
+
+
+def scheduled_decodes(sequences: Iterable[Sequence]) -> list[ScheduledSequence]:
+    """Of each its last token, after which the next one is sampled."""
+    return [
+        _new(
+            ScheduledSequence,
+            (
+                sequence.sequence_id,
+                ((token_ids := sequence.token_ids)[-1],),
+                len(token_ids) - 1,
+                sequence.blocks.view,
+                sequence.lasting_tasks or sample_tasks(sequence),
+                None,
+                sequence.candidates[0],
+            ),
+        )
+        for sequence in sequences
+    ]
+
+
+def take_decodes(
+    sequences: AbstractSequence[Sequence],
+    token_ids: Iterable[int],
+    logprobs: Iterable[TokenLogprob | None],
+    block_size: int,
+) -> Decoded:
+    """The last token of each is computed, and has given the next one."""
+    events, full, ended = Decoded([], [], [])
+    for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+        tokens = sequence.token_ids
+        sequence.num_computed_tokens = num_tokens = len(tokens)
+        if not num_tokens % block_size:
+            full.append(sequence)
+        reason = sequence.ends.get(token_id)
+        if reason is None:
+            tokens.append(token_id)
+            if num_tokens + 1 >= sequence.max_num_tokens:
+                reason = FinishReason.LENGTH
+        if reason is not None:
+            ended.append(sequence)
+        index = num_tokens - sequence.num_prompt_tokens
+        told = () if logprob is None else (logprob,)
+        event = (
+            sequence.sequence_id,
+            index,
+            (token_id,),
+            reason,
+            sequence.num_preemptions,
+            told,
+            sequence.candidates[0],
+        )
+        events.append(_new(NewTokens, event))
+    return Decoded(events, full, ended)
