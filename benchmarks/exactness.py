@@ -237,7 +237,7 @@ def _batch(workload: Workload, layout: KVLayout) -> ForwardBatch:
             token_ids=tuple(range(100, 100 + workload.new_tokens)),
             start=workload.context_tokens,
             block_tables=side_by_side(number, workload.end, layout),
-            samples=(SampleTask(SamplingParams(), position=workload.end),),
+            samples=(SampleTask(SamplingParams()),),
         )
         for number in range(workload.num_sequences)
     )

@@ -84,7 +84,7 @@ def _scheduled(text: Sequence[int], start: int, tables: tuple[BlockTable, ...]) 
         token_ids=tuple(text[start:]),
         start=start,
         block_tables=tables,
-        samples=(SampleTask(SamplingParams(), position=len(text)),),
+        samples=(SampleTask(SamplingParams()),),
     )
 
 

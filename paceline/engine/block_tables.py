@@ -20,9 +20,10 @@ from paceline.engine.cached_block import CachedBlock, witness
 from paceline.engine.cached_prefix import CachedPrefix, TokenChain
 from paceline.engine.group_table import GroupTable
 from paceline.engine.step import BlockTable
+from paceline.engine.swap import BlockSaver
 
 
-class BlockContent(Protocol):
+class BlockContent(BlockSaver, Protocol):
     """What lies in the blocks, as far as books about them need it."""
 
     def copy(self, source: BlockId, target: BlockId) -> None:

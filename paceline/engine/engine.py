@@ -11,10 +11,11 @@ from paceline.engine.events import Event
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
+from paceline.engine.swap import BlockSaver
 
 
-class BlockMemory(Protocol):
-    """Memory of KV blocks: what a hand-over reads from and writes into."""
+class BlockMemory(BlockSaver, Protocol):
+    """Memory of KV blocks: what a hand-over reads from and writes into, and what is swapped out."""
 
     @property
     def block_bytes(self) -> int:

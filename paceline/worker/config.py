@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
+from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.runtime.config import option
 from paceline.runtime.serving import check_serving
 
@@ -42,6 +43,35 @@ class WorkerConfig:
     block_size: int = option(16, "tokens a KV block holds")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     max_num_seqs: int = option(64, "most sequences in one step")
+    policy: str = option(
+        "fcfs",
+        "whose turn it is in a class: first come, first served; shortest job first; earliest deadline first",
+        choices=tuple(TURN_POLICIES),
+    )
+    victim: str = option(
+        "cost",
+        "who loses its blocks: least work lost a block, the last to come, or who has most blocks",
+        choices=tuple(VICTIM_POLICIES),
+    )
+    batching: str = option(
+        "continuous",
+        "static: nobody comes in before everybody is done; a baseline",
+        choices=("continuous", "static"),
+    )
+    watermark: float = option(
+        0.2, "share of the blocks that admission leaves free for growth; preemptions raise it by up to 0.05"
+    )
+    fast_lane_share: float = option(0.3, "part of each step that short requests have to themselves; 0: none")
+    fast_lane_prompt_tokens: int = option(128, "longest prompt of a short request")
+    fast_lane_output_tokens: int = option(128, "largest max_tokens of a short request")
+    aging_s: float = option(30.0, "seconds after which a waiting request moves up a priority class")
+    max_overtakes: int = option(64, "how many may pass by a request that does not fit")
+    overload_wait_s: float = option(
+        5.0, "BATCH requests give way once others wait so long, and are refused at four times as much"
+    )
+    swap_memory: str = option(
+        "", "host memory for the KV of preempted sequences, such as 1GiB; empty: they are computed again"
+    )
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
@@ -53,6 +83,18 @@ class WorkerConfig:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in ("watermark", "fast_lane_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is a share from 0 to less than 1, not {getattr(self, name)}"
+                )
+        for name in ("aging_s", "overload_wait_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}"
+                )
+        if self.max_overtakes < 0:
+            raise ConfigError(f"--max-overtakes {self.max_overtakes} is negative; 0: nobody may pass")
         if self.num_blocks < 0:
             raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
         check_serving(self)

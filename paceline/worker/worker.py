@@ -19,13 +19,13 @@ from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner
+from paceline.worker.scheduling import scheduler_config
 
 _DRAIN_LOOK_S = 0.05
 # Publishing is behind everybody's back, and what misses its budget is not published again: no hurry.
@@ -119,11 +119,5 @@ def _release_leased(engine: AsyncEngine) -> Callable[[SequenceId], None]:
 
 
 def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
-    scheduler_config = SchedulerConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        eos_token_ids=loaded.eos_token_ids,
-        fingerprint=loaded.fingerprint.digest(),
-    )
     pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
-    return Engine(Scheduler(scheduler_config, pool, loaded.runner.memory), loaded.runner)
+    return Engine(Scheduler(scheduler_config(config, loaded), pool, loaded.runner.memory), loaded.runner)

@@ -1,16 +1,19 @@
 """Random histories of a scheduler under constant pressure: whatever happens, the tokens are the oracle's."""
 
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 
 import pytest
 
 from paceline.core.block_hash import BlockHash, hash_block
-from paceline.core.errors import DeadlineError
+from paceline.core.errors import DeadlineError, PacelineError, QueueFullError
 from paceline.core.kv_layout import WHOLE_VIEW, KVLayout, LayerKV, View
 from paceline.core.request import (
     FinishReason,
     FirstToken,
+    Priority,
     SamplingParams,
     SequenceId,
     SequenceSpec,
@@ -18,6 +21,9 @@ from paceline.core.request import (
 )
 from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.fake import fake_prompt_logprobs
+from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
+from paceline.engine.pressure import PressureConfig
+from paceline.engine.scheduler_config import FastLane
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import VOCAB_SIZE, Bench, HashBlock, oracle
 from tests.factories import BLOCK_SIZE, GREEDY, make_id, make_spec
@@ -37,6 +43,22 @@ LAYERS = {
     "two windows": (View(10), View(1)),
     "sinks": (View(5, num_sink_tokens=2), View(9, num_sink_tokens=7), View(1, num_sink_tokens=1)),
 }
+
+
+def _random_policies(rng: random.Random) -> dict[str, object]:
+    """Every policy, and limits so tight that they matter."""
+    return {
+        "policy": rng.choice(list(TURN_POLICIES)),
+        "victim": rng.choice(list(VICTIM_POLICIES)),
+        "batching": rng.choice(("continuous", "continuous", "static")),
+        "fast_lane": FastLane(rng.choice((0.0, 0.3)), max_prompt_tokens=8, max_output_tokens=12),
+        "pressure": PressureConfig(cool_down_after=rng.choice((1, 3)), cool_down_steps=rng.choice((2, 16))),
+        "aging_s": rng.choice((0.05, 30.0)),
+        "max_overtakes": rng.choice((0, 1, 64)),
+        "overload_wait_s": rng.choice((0.05, 5.0)),
+        "static_batch_size": rng.choice((1, 4)),
+        "num_swap_blocks": rng.choice((0, 0, 6, 100)),
+    }
 
 
 class History:
@@ -59,6 +81,7 @@ class History:
             eos=self.rng.sample(range(VOCAB_SIZE), self.rng.choice((0, 4))),
             hash_block=hash_block,
             groups=self.groups,
+            **_random_policies(self.rng),  # type: ignore[arg-type] # each has its field's type
         )
         self.max_tokens = max(
             n
@@ -67,6 +90,7 @@ class History:
         )
         self.specs: dict[SequenceId, tuple[SequenceSpec, SequenceRole]] = {}
         self.live: set[SequenceId] = set()
+        self.added_s: dict[SequenceId, float] = {}
         self.committed: set[SequenceId] = set()
         self.released: set[SequenceId] = set()
         # Candidates that were cancelled alone, or whose first token was their last and came from elsewhere.
@@ -103,6 +127,7 @@ class History:
         spec, role = self._random_spec(), self.rng.choice(ROLES)
         self.specs[spec.sequence_id] = spec, role
         self.live.add(self.bench.add(spec, role))
+        self.added_s[spec.sequence_id] = self.bench.clock()
 
     def _random_spec(self) -> SequenceSpec:
         rng = self.rng
@@ -122,6 +147,8 @@ class History:
             cache_scope=rng.choice(("", "", "tenant")),
             time_budget_s=rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None,
             prompt_logprobs=rng.random() < 0.2,
+            priority=rng.choice(list(Priority)),
+            tenant=rng.choice(("", "a", "b")),
             candidates=tuple(sorted(rng.sample(range(8), rng.choice((1, 1, 2, 3, 6))))),
         )
         return self._as_later_attempt(spec) if rng.random() < 0.2 else spec
@@ -178,7 +205,9 @@ class History:
                 self.silenced.add((sequence_id, candidate))
             first_tokens.append(FirstToken(output[num_given], reason if is_last else None, None, candidate))
         self.bench.commit(spec, *first_tokens)
-        self.committed.add(sequence_id)
+        # One that comes too late changes nothing.
+        if self.bench.clock() < self.added_s[sequence_id] + (spec.time_budget_s or math.inf):
+            self.committed.add(sequence_id)
         self._note_ends(sequence_id)
 
     def _parked(self) -> list[SequenceId]:
@@ -214,10 +243,12 @@ class History:
         output = self.bench.step()
         for sequence_id in list(self.live):
             spec, role = self.specs[sequence_id]
-            if role is not SequenceRole.PREFILL_ONLY:
-                self._note_ends(sequence_id)
-            elif isinstance(self.bench.end(sequence_id, spec.candidates[0]), DeadlineError):
+            failed = isinstance(self.bench.end(sequence_id, spec.candidates[0]), PacelineError)
+            # Whoever reads or fills its blocks stops, and then they are given back.
+            if failed and (role is SequenceRole.PREFILL_ONLY or sequence_id in self._parked()):
                 self._release(sequence_id)
+            elif role is not SequenceRole.PREFILL_ONLY:
+                self._note_ends(sequence_id)
         return bool(output.scheduled)
 
     def _note_ends(self, sequence_id: SequenceId) -> None:
@@ -262,6 +293,8 @@ class History:
         assert tokens == expected[: len(tokens)]
         if isinstance(end, DeadlineError):
             assert spec.time_budget_s is not None
+        elif isinstance(end, QueueFullError):
+            assert (spec.priority, tokens) == (Priority.BATCH, [])
         elif (sequence_id not in self.released and (sequence_id, candidate) not in self.silenced) or end:
             assert (tokens, end) == (expected, reason_now)
 
@@ -312,18 +345,17 @@ def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers:
 @pytest.mark.parametrize("layers", LAYERS)
 def test_random_histories_take_every_way(layers: str) -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
-    preempted = hits = evicted = late = 0
-    for seed in range(15):
+    seen: Counter[str] = Counter()
+    for seed in range(30):
         history = History(seed, layers=layers)
         history.run(120)
-        stats = history.bench.pool.stats()
-        preempted += history.bench.scheduler.stats().num_preemptions
-        hits, evicted = hits + stats.num_hits, evicted + stats.num_evictions
-        late += sum(
-            isinstance(history.bench.end(i, spec.candidates[0]), DeadlineError)
-            for i, (spec, _) in history.specs.items()
-        )
-    assert min(preempted, hits, evicted, late) > 2
+        stats, pool = history.bench.scheduler.stats(), history.bench.pool.stats()
+        seen.update(stats.preemptions)
+        seen.update(hits=pool.num_hits, evicted=pool.num_evictions, refused=stats.num_batch_refused)
+        ends = [history.bench.end(i, spec.candidates[0]) for i, (spec, _) in history.specs.items()]
+        seen.update(late=sum(isinstance(end, DeadlineError) for end in ends))
+    ways = ("recompute", "swap", "hits", "evicted", "refused", "late")
+    assert min(seen[way] for way in ways) > 2, seen
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ class _Memory:
             queries.append(QueryRange(first, first + end - start, end, (table,)))
             first += end - start
         empty = torch.empty(0)
-        batch = ForwardBatch(empty, empty, (empty,), tuple(queries), empty, (), empty, ())
+        batch = ForwardBatch(empty, empty, (empty,), tuple(queries), empty, (), (), empty, ())
         geometry = geometry_of(self.cache, 0, HEADS)
         plans = make_plans(batch, geometry, 0, rules.view)
         rows = torch.cat([self.query[start:end] for start, end in parts])
