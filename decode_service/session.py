@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import DeadlineError, PacelineError
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Reserved, Started
@@ -104,13 +104,17 @@ class DecodeSession:
         """
         sequence_id = spec.sequence_id
         try:
-            async with self._worker.receiver.hold(ticket) as hand_over:
+            async with asyncio.timeout(spec.time_budget_s), self._worker.receiver.hold(ticket) as hand_over:
                 reserved = await self._reserve(spec)
                 started_s = time.monotonic()
                 received = await hand_over.receive(reserved.block_ids, reserved.num_held)
         except asyncio.CancelledError:
             self._worker.engine.release(sequence_id)
             raise
+        except TimeoutError:
+            self._worker.engine.release(sequence_id)
+            self._fail_hand_over(sequence_id, DeadlineError("transfer"))
+            return
         except Exception as error:  # noqa: BLE001 - whatever it was, the router must hear of it
             self._worker.engine.release(sequence_id)
             self._fail_hand_over(sequence_id, error)

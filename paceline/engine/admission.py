@@ -137,7 +137,8 @@ class Admission:
 
     def _is_barred(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         starving = self._starving
-        if starving is None or starving is sequence:
+        # One that may not come in itself keeps nobody out.
+        if starving is None or starving is sequence or not self._is_allowed(starving):
             return False
         return queue.urgency(sequence) >= self.queue_of(starving).urgency(starving)
 

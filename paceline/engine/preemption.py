@@ -22,7 +22,7 @@ class Preemption:
         self._running = running
         self._swap = swap
         self._costs = costs
-        self._last: list[Sequence] = []
+        self._num_rounds = 0
         self.counts = Counter[PreemptionKind]()
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
@@ -38,15 +38,15 @@ class Preemption:
             if sequence.role is not SequenceRole.PREFILL_ONLY
         ]
         chosen = [victim.sequence for victim in choose_victims(victims, num_lacking, self._policy)]
+        self._num_rounds += 1
         for sequence in chosen:
             self._take_blocks(sequence)
-        self._last = chosen
         return chosen
 
     def _victim(self, sequence: Sequence, num_wanted: int) -> Victim:
         cost_s, _ = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
         num_freed = sequence.blocks.num_exclusive()
-        return Victim(sequence, cost_s, num_freed, num_wanted, was_last=sequence in self._last)
+        return Victim(sequence, cost_s, num_freed, num_wanted, 0 < sequence.victim_of == self._num_rounds)
 
     def _loss(self, sequence: Sequence) -> Loss:
         size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()
@@ -72,6 +72,7 @@ class Preemption:
         self._running.remove(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
+        sequence.victim_of = self._num_rounds
         sequence.refused_with = None
         sequence.forget_blocks()
 

@@ -83,7 +83,7 @@ class Scheduler:
         self._clock = clock
         # A family is one sequence at first, and one for each candidate that is left once it has parted.
         self._families: dict[SequenceId, list[Sequence]] = {}
-        self._deadlines: list[tuple[float, int, SequenceSpec]] = []
+        self._deadlines: list[tuple[float, int, SequenceId]] = []
         self._num_added = self._num_recomputed = self._num_refused = 0
         self._running = Running()
         self._pressure = Pressure(config.pressure, config.max_num_seqs)
@@ -111,23 +111,25 @@ class Scheduler:
             blocks=SequenceBlocks(self.pool, self._content),
             account=self.accounts.enter(spec.tenant),
             eos_token_ids=self.config.eos_token_ids,
+            number=self._num_added,
             arrival_s=self._clock(),
         )
+        self._num_added += 1
         self._families[spec.sequence_id] = [sequence]
         self._admission.queue_of(sequence).add(sequence)
-        self._num_added += 1
-        if spec.time_budget_s is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline_s, self._num_added, spec))
+        self._watch_deadline(sequence)
 
     def commit(self, sequence_id: SequenceId, first_tokens: AbstractSequence[FirstToken]) -> None:
         """The KV of an AWAIT_KV sequence is in its blocks: from now on it is a local sequence like any other.
 
-        Of a candidate whose first token ends it, or that has none here, nothing more is said. One that comes after the
-        deadline stays as it is, until it is released.
+        Of a candidate whose first token ends it, or that has none here, nothing more is said.
         """
         (sequence, *_) = self._families.get(sequence_id, (None,))
-        if sequence not in self._running.parked or sequence.deadline_s <= self._clock():
+        if sequence not in self._running.parked:
             return
+        if sequence.deadline_s <= self._clock():
+            # It has passed meanwhile; the next step finds that out.
+            self._watch_deadline(sequence)
         self._running.remove(sequence)
         sequence.role, sequence.status = SequenceRole.GENERATE, SequenceStatus.RUNNING
         sequence.announced = True
@@ -310,20 +312,33 @@ class Scheduler:
         num_up = int((self._clock() - sequence.arrival_s) // self.config.aging_s)
         return max(0, sequence.spec.priority - num_up)
 
+    def _watch_deadline(self, sequence: Sequence) -> None:
+        if sequence.spec.time_budget_s is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence.sequence_id))
+
     def _expire(self, now_s: float) -> list[Event]:
-        """Ends what is late; whose blocks somebody else may be reading or filling, that keeps them until it is released."""
+        """Ends what is late. A PREFILL_ONLY sequence that may be read keeps its blocks until it is released."""
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, _, spec = heapq.heappop(self._deadlines)
-            family = self._families.get(spec.sequence_id)
-            if not family or family[0].spec is not spec or family[0].status is SequenceStatus.FINISHED:
+            _, number, sequence_id = heapq.heappop(self._deadlines)
+            family = self._families.get(sequence_id)
+            if not family or family[0].number != number or family[0].status is SequenceStatus.FINISHED:
                 continue
-            events.append(Failed(spec.sequence_id, DeadlineError(family[0].phase)))
+            # Whoever fills its blocks looks at the clock too, and must stop before they are given back.
+            if family[0] in self._running.parked:
+                continue
+            events.append(Failed(sequence_id, DeadlineError(family[0].phase)))
             if family[0].role is SequenceRole.PREFILL_ONLY and family[0].announced:
                 self._hold(family[0])
-            elif family[0] not in self._running.parked:
-                self.release(spec.sequence_id)
+            else:
+                self.release(sequence_id)
         return events
+
+    def _forget_deadlines(self) -> None:
+        """Those of sequences that are gone stay until they pass, or until they are most of all."""
+        if len(self._deadlines) > 2 * len(self._families) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._families]
+            heapq.heapify(self._deadlines)
 
     def _refuse(self) -> list[Event]:
         refused = self._admission.refused()
@@ -413,6 +428,7 @@ class Scheduler:
         family.remove(sequence)
         if not family:
             del self._families[sequence.sequence_id]
+            self._forget_deadlines()
             self.accounts.leave(sequence.account)
 
     def _hold(self, sequence: Sequence) -> None:

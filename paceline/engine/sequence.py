@@ -52,6 +52,8 @@ class Sequence:
     blocks: SequenceBlocks
     account: Account
     eos_token_ids: frozenset[int]
+    # Tells this life of its id from another one, should the id come twice.
+    number: int
     arrival_s: float
     candidates: tuple[int, ...] = field(init=False)
     token_ids: list[int] = field(init=False)
@@ -59,6 +61,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    # The round of preemptions that took its blocks last; 0: none.
+    victim_of: int = 0
     # Hashes of the full blocks of token_ids; grows as blocks fill up. Empty when the cache is bypassed.
     block_hashes: list[BlockHash] = field(default_factory=list)
     started_s: float | None = None

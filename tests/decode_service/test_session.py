@@ -320,6 +320,26 @@ async def test_a_deadline_before_the_reservation_names_the_transfer(pair: Pair) 
     await pair.require_empty()
 
 
+async def test_a_deadline_during_the_pull_ends_it(pair: Pair) -> None:
+    """The blocks do not come in time: the failure names the transfer, and both sides have everything back."""
+    pair.prefill_gate.close()
+    context, sequence = spec_to_proto(SPEC)
+    stub = PrefillServiceStub(pair.channels.get(pair.prefill.address))
+    call = stub.Prefill(prefill_pb2.PrefillRequest(context=context, sequence=sequence))
+    responses = aiter(call)
+    await pair.prefill_gate.until_arrived()
+    pair.prefill_gate.let_one_pass()
+    late = replace(SPEC, time_budget_s=0.3)
+    pair.submit(late, ticket_from_proto((await anext(responses)).started.ticket))
+    assert _failure((await pair.until_end(late))[late.sequence_id]) == (
+        "DEADLINE_EXCEEDED",
+        {"phase": "transfer"},
+    )
+    call.cancel()
+    pair.prefill_gate.open()
+    await pair.require_empty()
+
+
 async def test_a_repeated_submit_is_ignored(pair: Pair) -> None:
     """One sequence, and its tokens once."""
     ticket = await pair.ticket()

@@ -1,6 +1,5 @@
 """Random histories of a scheduler under constant pressure: whatever happens, the tokens are the oracle's."""
 
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence as AbstractSequence
@@ -90,7 +89,6 @@ class History:
         )
         self.specs: dict[SequenceId, tuple[SequenceSpec, SequenceRole]] = {}
         self.live: set[SequenceId] = set()
-        self.added_s: dict[SequenceId, float] = {}
         self.committed: set[SequenceId] = set()
         self.released: set[SequenceId] = set()
         # Candidates that were cancelled alone, or whose first token was their last and came from elsewhere.
@@ -127,7 +125,6 @@ class History:
         spec, role = self._random_spec(), self.rng.choice(ROLES)
         self.specs[spec.sequence_id] = spec, role
         self.live.add(self.bench.add(spec, role))
-        self.added_s[spec.sequence_id] = self.bench.clock()
 
     def _random_spec(self) -> SequenceSpec:
         rng = self.rng
@@ -205,9 +202,7 @@ class History:
                 self.silenced.add((sequence_id, candidate))
             first_tokens.append(FirstToken(output[num_given], reason if is_last else None, None, candidate))
         self.bench.commit(spec, *first_tokens)
-        # One that comes too late changes nothing.
-        if self.bench.clock() < self.added_s[sequence_id] + (spec.time_budget_s or math.inf):
-            self.committed.add(sequence_id)
+        self.committed.add(sequence_id)
         self._note_ends(sequence_id)
 
     def _parked(self) -> list[SequenceId]:
@@ -244,11 +239,10 @@ class History:
         for sequence_id in list(self.live):
             spec, role = self.specs[sequence_id]
             failed = isinstance(self.bench.end(sequence_id, spec.candidates[0]), PacelineError)
-            # Whoever reads or fills its blocks stops, and then they are given back.
-            if failed and (role is SequenceRole.PREFILL_ONLY or sequence_id in self._parked()):
-                self._release(sequence_id)
-            elif role is not SequenceRole.PREFILL_ONLY:
+            if role is not SequenceRole.PREFILL_ONLY:
                 self._note_ends(sequence_id)
+            elif failed:
+                self._release(sequence_id)
         return bool(output.scheduled)
 
     def _note_ends(self, sequence_id: SequenceId) -> None:
