@@ -1,0 +1,161 @@
+"""Who waits, in the order of their turn."""
+
+import random
+
+from paceline.core.block_hash import chain_root
+from paceline.core.request import Priority
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.block_tables import SequenceBlocks
+from paceline.engine.fairness import Account, Accounts
+from paceline.engine.policies import first_come_first_served
+from paceline.engine.sequence import Sequence, SequenceRole
+from paceline.engine.waiting import WaitingQueue
+from tests.engine.timed import NoMemory
+from tests.factories import make_spec
+
+POOL = BlockPool(4, 4)
+
+
+class Line:
+    """A queue, and the accounts of those in it."""
+
+    def __init__(self, aging_s: float = 100.0) -> None:
+        self.queue = WaitingQueue(first_come_first_served, aging_s)
+        self.accounts: dict[str, Account] = {}
+        self.num_made = 0
+
+    def make(
+        self, name: str, arrival_s: float, priority: Priority = Priority.STANDARD, tenant: str = ""
+    ) -> Sequence:
+        """A sequence that does not wait yet."""
+        self.num_made += 1
+        return Sequence(
+            spec=make_spec(name, priority=priority, tenant=tenant),
+            role=SequenceRole.GENERATE,
+            root=chain_root(b"", ""),
+            blocks=SequenceBlocks(POOL, NoMemory()),
+            account=self.accounts.setdefault(tenant, Account(tenant)),
+            eos_token_ids=frozenset(),
+            number=self.num_made,
+            arrival_s=arrival_s,
+        )
+
+    def add(
+        self, name: str, arrival_s: float, priority: Priority = Priority.STANDARD, tenant: str = ""
+    ) -> Sequence:
+        """One more that waits."""
+        sequence = self.make(name, arrival_s, priority, tenant)
+        self.queue.add(sequence)
+        return sequence
+
+    def names(self, before: int = 3) -> list[str]:
+        """Whose turn it is, all the way."""
+        return [sequence.sequence_id.request_id for sequence in self.queue.in_turn(before)]
+
+
+def test_classes_come_in_order_and_arrival_counts_within_one() -> None:
+    """Whatever the order of coming; a limit leaves out the classes from it on."""
+    line = Line()
+    for number, priority in enumerate((Priority.BATCH, Priority.REALTIME, Priority.STANDARD) * 2):
+        line.add(f"{priority.name[0]}{number}", number, priority)
+    assert line.names() == ["R1", "R4", "S2", "S5", "B0", "B3"]
+    assert line.names(before=Priority.STANDARD) == ["R1", "R4"]
+    assert [line.queue.num_waiting(priority) for priority in Priority] == [2, 2, 2]
+
+
+def test_whoever_was_sent_back_comes_first_in_its_class() -> None:
+    """The last one to lose its blocks before the others, and all of them before those that have not started."""
+    line = Line()
+    line.add("new", 0.0)
+    for name in ("first", "second"):
+        line.queue.add_first(line.make(name, 1.0))
+    line.add("urgent", 2.0, Priority.REALTIME)
+    assert line.names() == ["urgent", "second", "first", "new"]
+
+
+def test_the_tenant_that_was_served_least_is_next() -> None:
+    """Also when that changes while one looks."""
+    line = Line()
+    for number in range(3):
+        line.add(f"a{number}", number, tenant="a")
+        line.add(f"b{number}", 10 + number, tenant="b")
+    line.accounts["a"].service = 5.0
+    turns = line.queue.in_turn()
+    names = []
+    for sequence in turns:
+        names.append(sequence.sequence_id.request_id)
+        line.queue.remove(sequence)
+        sequence.account.service += 4
+    assert names == ["b0", "b1", "a0", "b2", "a1", "a2"]
+    assert len(line.queue) == 0
+
+
+def test_waiting_moves_up_a_class_at_a_time() -> None:
+    """After aging_s it is of the next class, by its own arrival; those of that class are not changed."""
+    line = Line(aging_s=10.0)
+    line.add("batch", 0.0, Priority.BATCH)
+    line.add("standard", 5.0)
+    line.queue.age(9.9)
+    assert line.names() == ["standard", "batch"]
+    line.queue.age(10.0)
+    assert line.names() == ["batch", "standard"]
+    line.add("urgent", 12.0, Priority.REALTIME)
+    assert line.names() == ["urgent", "batch", "standard"]
+    line.queue.age(20.0)
+    assert line.names() == ["batch", "standard", "urgent"]
+
+
+def test_the_oldest_urgent_one_is_found_among_batch_and_sent_back_ones() -> None:
+    """A batch request that has aged is not urgent by itself, and one that was sent back has had a turn."""
+    line = Line(aging_s=10.0)
+    assert line.queue.oldest_urgent_s() is None
+    line.add("batch", 0.0, Priority.BATCH)
+    line.queue.age(10.0)
+    assert line.queue.oldest_urgent_s() is None
+    standard = line.add("standard", 11.0)
+    line.add("urgent", 12.0, Priority.REALTIME)
+    assert line.queue.oldest_urgent_s() == 11.0
+    line.queue.remove(standard)
+    line.queue.add_first(standard)
+    assert line.queue.oldest_urgent_s() == 12.0
+
+
+def test_random_lines_are_in_order() -> None:
+    """Adds, removals and aging in any order: sorted by class, and by arrival within one of a single tenant; counts are right."""
+    rng = random.Random(3)
+    line = Line(aging_s=5.0)
+    waiting: list[Sequence] = []
+    for step in range(600):
+        if rng.random() < 0.6:
+            waiting.append(line.add(f"r{step}", step / 10, rng.choice(list(Priority))))
+        elif waiting:
+            line.queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        line.queue.age(step / 10)
+        order = [(line.queue.urgency(each), each.arrival_s) for each in line.queue.in_turn()]
+        assert order == sorted(order)
+        assert len(order) == len(waiting) == sum(map(line.queue.num_waiting, Priority))
+
+
+def test_accounts_are_forgotten_when_nobody_owes_anything() -> None:
+    """Tenants come and go by the thousand: those that are level with the others leave nothing."""
+    accounts = Accounts()
+    stays = accounts.enter("stays")
+    for number in range(1000):
+        account = accounts.enter(f"t{number}")
+        account.service += 10
+        accounts.leave(account)
+        stays.service += 20
+    assert len(accounts.services()) <= 2
+    accounts.leave(stays)
+    assert accounts.services() == {}
+
+
+def test_a_tenant_that_leaves_in_debt_comes_back_in_debt() -> None:
+    """Leaving for a moment does not wash off what it has used more than others."""
+    accounts = Accounts()
+    accounts.enter("quiet").service = 5
+    noisy = accounts.enter("noisy")
+    noisy.service = 100
+    accounts.leave(noisy)
+    assert accounts.enter("noisy").service == 100
+    assert accounts.enter("new").service == 5
