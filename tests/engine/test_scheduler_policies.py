@@ -281,7 +281,7 @@ def _first_s(timed: Timed, name: str) -> float:
 
 
 def _one_at_a_time(**config: object) -> Timed:
-    return Timed(max_num_seqs=1, fast_lane=NO_LANE, **config)
+    return Timed(max_num_seqs=1, fast_lane=NO_LANE, **config)  # type: ignore[arg-type] # each has its field's type
 
 
 def test_realtime_comes_before_standard_before_batch() -> None:
