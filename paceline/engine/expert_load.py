@@ -25,10 +25,23 @@ class ExpertLoad:
             if isinstance(getattr(module, "num_experts", None), int)
         ]
         self._counts: dict[int, Tensor] = {}
+        # The rows whose experts are to be told, and for each layer so far the place of its first bit and their choices.
+        self._rows: Tensor | None = None
+        self._chosen: list[tuple[int, list[list[int]]]] = []
+        self._num_bits = 0
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether there is anything to count."""
+        return bool(self._candidates)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """What the model computes inside is counted; several runners of one model do not count each other's."""
+    def counting(self, rows: Tensor | None = None) -> Iterator[None]:
+        """What the model computes inside is counted; several runners of one model do not count each other's.
+
+        With `rows`, places in the batch, also which experts compute each of them.
+        """
+        self._rows = rows
         with ExitStack() as hooks:
             for layer, module in self._candidates:
                 handle = module.register_forward_hook(self._hook(layer))
@@ -40,11 +53,25 @@ class ExpertLoad:
         counts, self._counts = self._counts, {}
         return tuple(ExpertTokens(layer, tuple(counts[layer].tolist())) for layer in sorted(counts))
 
+    def take_experts(self) -> tuple[int, ...]:
+        """For each of the rows the experts that it was given, a bit for each expert of each layer."""
+        chosen, self._chosen, self._num_bits = self._chosen, [], 0
+        masks = [0] * (len(chosen[0][1]) if chosen else 0)
+        for first_bit, choices in chosen:
+            for row, experts in enumerate(choices):
+                for expert in experts:
+                    masks[row] |= 1 << (first_bit + expert)
+        return tuple(masks)
+
     def _hook(self, layer: int) -> Any:
         def count(module: nn.Module, _: tuple[Any, ...], output: object) -> None:
             choice = _choice_in(output)
             if choice is not None:
-                self._add(layer, int(module.num_experts), choice.flatten())  # type: ignore[arg-type] # it is an int: see __init__
+                num_experts = int(module.num_experts)  # type: ignore[arg-type] # it is an int: see __init__
+                self._add(layer, num_experts, choice.flatten())
+                if self._rows is not None:
+                    self._chosen.append((self._num_bits, choice[self._rows].tolist()))
+                    self._num_bits += num_experts
 
         return count
 

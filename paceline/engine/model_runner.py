@@ -28,24 +28,37 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 class ModelRunner:
     """Owns the model and the KV memory. Used by one thread."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: KVLayout, num_blocks: int, *, tells_experts: bool = False
+    ) -> None:
         self.memory = KVCache(layout, num_blocks)
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
         self._has_latents = layout.has_latents
         self._expert_load = ExpertLoad(model)
+        self._tells_experts = tells_experts
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture whose choices can be seen."""
+        return self._expert_load.has_routers
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
         with torch.inference_mode():
             batch = build_forward_batch(output, self._layout.block_size)
-            with self._expert_load.counting():
+            with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
                 logits = self.forward(batch)
             num_samples = len(batch.sample_tasks)
             step = sample(logits[:num_samples].float(), batch.sample_tasks, batch.sample_positions)
             scores = score(logits[num_samples:], batch.score_tasks)
-            return replace(step, scores=scores, expert_tokens=self._expert_load.take())
+            return replace(
+                step,
+                scores=scores,
+                expert_tokens=self._expert_load.take(),
+                experts=self._expert_load.take_experts(),
+            )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The logits of the batch's logit rows, [num_samples + num_targets, vocab_size]; stores the KV of all its tokens."""

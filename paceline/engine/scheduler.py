@@ -21,6 +21,7 @@ from paceline.engine.block_tables import BlockContent, SequenceBlocks
 from paceline.engine.costs import CostEstimate, PreemptionKind
 from paceline.engine.decode import scheduled_decodes, take_decodes
 from paceline.engine.events import Event, Failed, NewTokens
+from paceline.engine.expert_groups import share_experts, take_turns
 from paceline.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Accounts
 from paceline.engine.invariants import check_invariants
 from paceline.engine.overload import BatchMode, Overload
@@ -93,6 +94,7 @@ class Scheduler:
             pool, self._swap, self._running, self._pressure, hash_block, config.max_num_batched_tokens
         )
         self._admission = Admission(config, self._running, self._room, self._pressure, self._overload)
+        self._choose_decodes = share_experts if config.group_by_experts else take_turns
         self._preemption = Preemption(config.victim, pool, self._running, self._swap, self.costs)
         # What the step under way computes: first those that decode, then chunks, by their number of tokens.
         self._decodes: list[Sequence] = []
@@ -177,6 +179,9 @@ class Scheduler:
         logprobs = step.logprobs or (None,) * len(step.token_ids)
         num_decodes = len(self._decodes)
         events = [*output.events, *self._update_decodes(step.token_ids[:num_decodes], logprobs[:num_decodes])]
+        # Of the decodes, which come first; nobody tells, unless asked to.
+        for sequence, experts in zip(self._decodes, step.experts, strict=False):
+            sequence.experts = experts
         sampled = zip(step.token_ids[num_decodes:], logprobs[num_decodes:], strict=True)
         scores = iter(step.scores)
         for sequence, item in zip(self._chunks, output.scheduled[num_decodes:], strict=True):
@@ -220,8 +225,9 @@ class Scheduler:
     def _plan_decodes(self) -> bool:
         """A token for each that decodes: first room for those that grow, then the rest. False if anybody lost its blocks."""
         decoding, budget = self._running.decoding, self.config.max_num_batched_tokens
-        decodes = list(islice(decoding, budget))
-        if len(decoding) > budget:
+        most = min(budget, self.config.max_decodes or budget)
+        decodes = list(decoding) if len(decoding) <= most else self._choose_decodes(decoding, most)
+        if len(decoding) > most:
             # The others come first in the next step.
             for sequence in decodes:
                 del decoding[sequence]

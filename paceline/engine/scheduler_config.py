@@ -37,5 +37,9 @@ class SchedulerConfig:
     overload_wait_s: float = 5.0
     # BATCH sequences at a time while they give way.
     static_batch_size: int = 4
+    # At most so many decodes a step, though there are more: all of them take turns. 0: the budget is the only bound.
+    max_decodes: int = 0
+    # With max_decodes: those that the same experts compute decode together.
+    group_by_experts: bool = False
     # Blocks in host memory for preempted sequences.
     num_swap_blocks: int = 0

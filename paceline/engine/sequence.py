@@ -79,6 +79,8 @@ class Sequence:
     lasting_tasks: tuple[SampleTask, ...] | None = None
     # Its KV in host memory, while it is swapped out.
     saved: list[SavedPlace] = field(default_factory=list)
+    # The experts that computed its last token, a bit each; 0 while nobody tells.
+    experts: int = 0
     # Leading tokens that another worker has computed, and may still have.
     num_remote_tokens: int = 0
     # Which token would end it how, and how long it may become.

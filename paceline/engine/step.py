@@ -106,3 +106,6 @@ class StepOutput:
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scores: tuple[tuple[TokenLogprob, ...], ...] = ()
     expert_tokens: tuple[ExpertTokens, ...] = ()
+    # For each of `token_ids` the experts that computed the token before it, a bit for each expert of each layer; empty unless the
+    # runner was asked to tell.
+    experts: tuple[int, ...] = ()

@@ -69,6 +69,11 @@ class WorkerConfig:
     overload_wait_s: float = option(
         5.0, "BATCH requests give way once others wait so long, and are refused at four times as much"
     )
+    max_decodes: int = option(0, "most decodes in a step, which then take turns; 0: as many as there are")
+    group_by_experts: bool = option(
+        False,  # noqa: FBT003 - a default, beside its help
+        "with --max-decodes and a mixture of experts: those that share experts decode together",
+    )
     swap_memory: str = option(
         "", "host memory for the KV of preempted sequences, such as 1GiB; empty: they are computed again"
     )
@@ -83,6 +88,14 @@ class WorkerConfig:
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks < 0:
+            raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
+        check_serving(self)
+        if not self.model:
+            raise ConfigError("--model is missing: name the directory of a model")
+        self._check_scheduling()
+
+    def _check_scheduling(self) -> None:
         for name in ("watermark", "fast_lane_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
@@ -93,10 +106,11 @@ class WorkerConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}"
                 )
+        if self.group_by_experts and not self.max_decodes:
+            raise ConfigError(
+                "--group-by-experts needs --max-decodes: when all decode in each step there are no groups"
+            )
+        if self.max_decodes < 0:
+            raise ConfigError(f"--max-decodes {self.max_decodes} is negative; 0: as many as there are")
         if self.max_overtakes < 0:
             raise ConfigError(f"--max-overtakes {self.max_overtakes} is negative; 0: nobody may pass")
-        if self.num_blocks < 0:
-            raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
-        check_serving(self)
-        if not self.model:
-            raise ConfigError("--model is missing: name the directory of a model")

@@ -70,7 +70,11 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     plain = replace(loaded.layout, dtype=config.dtype)
     require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
-    runner = ModelRunner(loaded.model, loaded.layout, capacity.num_blocks)
+    runner = ModelRunner(
+        loaded.model, loaded.layout, capacity.num_blocks, tells_experts=config.group_by_experts
+    )
+    if config.group_by_experts and not runner.has_experts:
+        raise ConfigError("--group-by-experts: this model has no experts; leave it out")
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
@@ -86,6 +90,8 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
 
 
 def _load_fake(config: WorkerConfig) -> LoadedRunner:
+    if config.group_by_experts:
+        raise ConfigError("--group-by-experts: the fake runner has no experts; leave it out")
     facts = _read_json(Path(config.model) / "config.json")
     layout = fake_layout(config.block_size)
     capacity = _capacity(config, layout, int(facts["max_position_embeddings"]))

@@ -30,6 +30,8 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerCon
         aging_s=config.aging_s,
         max_overtakes=config.max_overtakes,
         overload_wait_s=config.overload_wait_s,
+        max_decodes=config.max_decodes,
+        group_by_experts=config.group_by_experts,
         num_swap_blocks=_num_swap_blocks(config.swap_memory, loaded.layout.block_bytes),
     )
 

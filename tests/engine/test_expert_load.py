@@ -19,8 +19,9 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
-from paceline.engine.step import ExpertTokens, ScheduledSequence, SchedulerOutput
-from tests.factories import BLOCK_SIZE, make_id, make_spec
+from paceline.engine.step import ExpertTokens, SampleTask, ScheduledSequence, SchedulerOutput
+from tests.engine.harness import Bench
+from tests.factories import BLOCK_SIZE, GREEDY, make_id, make_spec
 
 # Every architecture of the tiny ones with experts, by its configuration; and those that give their router logits.
 MIXTURES = sorted(
@@ -163,3 +164,36 @@ def test_imbalance_is_the_busiest_over_the_mean() -> None:
     assert ExpertTokens(0, (3, 1)).plus(ExpertTokens(0, (3, 1))) == ExpertTokens(0, (6, 2))
     assert ExpertTokens(0, (6, 2)).imbalance == 1.5
     assert ExpertTokens(0, (0, 0)).imbalance == 0
+
+
+def test_a_runner_tells_which_experts_computed_each_sampled_token() -> None:
+    """A bit for each expert of each layer: as many as a token has experts, the same for the same token, and only when asked."""
+    model = build_tiny("mixtral")
+    layout = use_paged_attention(model, "float32", BLOCK_SIZE)
+    items = [replace_samples(chunk(0, end, index)) for index, end in enumerate((8, 5, 8))]
+    silent, telling = (ModelRunner(model, layout, 16, tells_experts=tells) for tells in (False, True))
+    assert silent.execute(SchedulerOutput(tuple(items), ())).experts == ()
+    step = telling.execute(SchedulerOutput(tuple(items), ()))
+    num_layers = len(step.expert_tokens)
+    assert [mask.bit_count() for mask in step.experts] == [TOP_K * num_layers] * 3
+    assert step.experts[0] == step.experts[2] != step.experts[1]
+
+
+def replace_samples(item: ScheduledSequence) -> ScheduledSequence:
+    """The same, and its next token is sampled."""
+    return item._replace(samples=(SampleTask(GREEDY),))
+
+
+def test_decodes_that_share_experts_share_a_step() -> None:
+    """Of six that take turns in threes, the first and those nearest to it decode, and everybody has a turn."""
+    bench = Bench(40, max_decodes=3, group_by_experts=True, max_num_seqs=8)
+    for number in range(6):
+        bench.add(make_spec(f"r{number}", (number,), max_tokens=9))
+    bench.step()
+    for number, sequence in enumerate(bench.scheduler._running.decoding):
+        sequence.experts = 0b0011 if number % 2 else 0b1100
+    bench.steps(2)
+    assert [sorted(step) for step in bench.computed()[1:3]] == [["r0", "r2", "r4"], ["r1", "r3", "r5"]]
+    bench.run()
+    assert all(bench.end(make_id(f"r{number}")) is not None for number in range(6))
+    assert max(len(step) for step in bench.computed()[1:]) == 3
