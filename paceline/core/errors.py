@@ -106,6 +106,9 @@ class OverloadedError(PacelineError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    def facts(self) -> dict[str, str]:
+        return {"retry_after_s": f"{self.retry_after_s:g}"}
+
 
 class QueueFullError(OverloadedError):
     """The router holds as many requests as it may."""

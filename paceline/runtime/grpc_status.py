@@ -1,7 +1,7 @@
 """The only table of error <-> gRPC code, and how an error's reason and facts travel: as google.rpc.ErrorInfo."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -54,27 +54,33 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineErr
     return error_from_reason(info.reason, error.details() or error.code().name, peer, dict(info.metadata))
 
 
+# What a process of ours may hear from another and understand: made of its message, its name and its facts.
+_UNDERSTOOD: dict[str, Callable[[str, str, Mapping[str, str]], errors.PacelineError]] = {
+    errors.KvChecksumError.reason: lambda _, __, facts: errors.KvChecksumError(
+        int(facts.get("ordinal", "0"))
+    ),
+    errors.KvLostError.reason: lambda message, _, __: errors.KvLostError(message),
+    errors.LeaseExpiredError.reason: lambda message, _, __: errors.LeaseExpiredError(message),
+    errors.FingerprintMismatchError.reason: lambda _, __, facts: errors.FingerprintMismatchError(
+        *(facts.get(name, "?") for name in ("field", "ours", "theirs"))
+    ),
+    errors.DrainingError.reason: lambda _, peer, __: errors.DrainingError(f"{peer} is draining"),
+    errors.DeadlineError.reason: lambda _, __, facts: errors.DeadlineError(facts.get("phase", "decode")),
+    errors.QueueFullError.reason: lambda message, _, facts: errors.QueueFullError(
+        message, retry_after_s=float(facts.get("retry_after_s", "1"))
+    ),
+    errors.InvariantError.reason: lambda message, peer, _: errors.InvariantError(f"{peer}: {message}"),
+}
+
+
 def error_from_reason(
     reason: str, message: str, peer: str, facts: Mapping[str, str] = MappingProxyType({})
 ) -> errors.PacelineError:
     """What another of our processes says has gone wrong there; an unknown reason means that it is lost to us."""
-    match reason:
-        case errors.KvChecksumError.reason:
-            return errors.KvChecksumError(int(facts.get("ordinal", "0")))
-        case errors.KvLostError.reason:
-            return errors.KvLostError(message)
-        case errors.LeaseExpiredError.reason:
-            return errors.LeaseExpiredError(message)
-        case errors.FingerprintMismatchError.reason:
-            field, ours, theirs = (facts.get(name, "?") for name in ("field", "ours", "theirs"))
-            return errors.FingerprintMismatchError(field, ours, theirs)
-        case errors.DrainingError.reason:
-            return errors.DrainingError(f"{peer} is draining")
-        case errors.DeadlineError.reason:
-            return errors.DeadlineError(facts.get("phase", "decode"))
-        case errors.InvariantError.reason:
-            return errors.InvariantError(f"{peer}: {message}")
-    return errors.PeerLostError(f"{peer} is lost: {message}")
+    understood = _UNDERSTOOD.get(reason)
+    if understood is None:
+        return errors.PeerLostError(f"{peer} is lost: {message}")
+    return understood(message, peer, facts)
 
 
 def as_paceline_error(error: BaseException) -> errors.PacelineError:

@@ -53,6 +53,7 @@ UNDERSTOOD = {
     "DRAINING",
     "DEADLINE_EXCEEDED",
     "INVARIANT",
+    "QUEUE_FULL",
 }
 ERRORS = make_errors()
 IDS = [type(error).__name__ for error in ERRORS]
