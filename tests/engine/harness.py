@@ -1,6 +1,7 @@
 """A scheduler with a runner, mostly the fake one, stepped by hand; its books are checked after every step."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -15,7 +16,8 @@ from paceline.engine.events import Event, Failed, NewTokens, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_next_token
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.sequence import SequenceRole
+from paceline.engine.sequence import Sequence as Scheduled
+from paceline.engine.sequence import SequenceRole, SequenceStatus
 from paceline.engine.step import ScheduledSequence, SchedulerOutput, StepOutput
 from tests.factories import BLOCK_SIZE, make_id
 
@@ -47,6 +49,17 @@ def oracle(
             return output, FinishReason.EOS
         if len(output) == spec.max_tokens:
             return output, FinishReason.LENGTH
+
+
+class _Running:
+    """What a sequence holds before a step."""
+
+    def __init__(self, sequence: Scheduled) -> None:
+        self.sequence = sequence
+        tables = sequence.blocks.tables
+        self.block_ids = [i for table in tables if not table.is_windowed for i in table.held_ids]
+        self.num_pledged = sum(table.pledged for table in tables)
+        self.num_wanted = sequence.blocks.num_missing(sequence.num_tokens)
 
 
 class Bench:
@@ -101,8 +114,18 @@ class Bench:
 
     def step(self) -> SchedulerOutput:
         """Schedule, execute, update; the output's promises are checked, and so are the books."""
+        running = [_Running(sequence) for sequence in self._computing()]
+        num_refs = Counter(block_id for each in running for block_id in each.block_ids)
         output = self.scheduler.schedule()
         self._check(output)
+        lost = [each for each in running if each.sequence.status is SequenceStatus.PREEMPTED]
+        for each in lost:
+            # It had to be: if it had kept what no survivor holds, there would not have been enough.
+            kept = num_refs - Counter(block_id for other in lost for block_id in other.block_ids)
+            num_kept = sum(block_id not in kept for block_id in each.block_ids)
+            assert num_kept + each.num_pledged + each.num_wanted > self.pool.num_available, (
+                "a needless victim"
+            )
         computed = self.runner.execute(output) if output.scheduled else StepOutput()
         for event in self.scheduler.update(output, computed):
             self.events[event.sequence_id].append(event)
@@ -163,6 +186,10 @@ class Bench:
         """The only event of its kind."""
         (event,) = self.of(sequence_id, kind)
         return event
+
+    def _computing(self) -> list[Scheduled]:
+        running = self.scheduler._running
+        return [*running.decoding, *running.prefilling]
 
     def _check(self, output: SchedulerOutput) -> None:
         config = self.scheduler.config
