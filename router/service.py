@@ -208,6 +208,7 @@ class InferenceServicer:
             prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
             candidates=tuple(range(request.n)),
+            priority=request.priority,
         )
         return Job(spec, None, timeline)
 
