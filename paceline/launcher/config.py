@@ -11,6 +11,7 @@ from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
+from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
@@ -63,6 +64,7 @@ _DECIDED_HERE = frozenset(
         "prefill",
         "decode",
         "disaggregate",
+        "metrics_port",
     }
 )
 
@@ -120,6 +122,10 @@ class UpConfig:
         "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
     )
     port: int = option(50051, "the router's port; 0 takes any that is free")
+    metrics_port: int = option(
+        0,
+        "the router's port for metrics, and those after it for the workers'; 0: any that are free, -1: no metrics",
+    )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
     log_dir: str | None = option(
@@ -137,6 +143,11 @@ class UpConfig:
         check_serving(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        check_metrics_port(self.metrics_port)
+        if self.metrics_port + topology.num_workers > 65535:
+            raise ConfigError(
+                f"--metrics-port {self.metrics_port} leaves too few ports for {topology.num_workers} workers"
+            )
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.runtime.config import option
+from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
 
@@ -42,6 +43,9 @@ class WorkerConfig:
     block_size: int = option(16, "tokens a KV block holds")
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     max_num_seqs: int = option(64, "most sequences in one step")
+    metrics_port: int = option(
+        0, "port of the metrics, on the host of --listen or on loopback; 0: any that is free, -1: none"
+    )
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
@@ -56,5 +60,6 @@ class WorkerConfig:
         if self.num_blocks < 0:
             raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
         check_serving(self)
+        check_metrics_port(self.metrics_port)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")

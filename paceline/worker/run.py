@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
 from kvtransfer.service import KvTransferServicer
 from paceline.core.errors import InvariantError
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.metrics import StatsCollector
+from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
+from paceline.worker.metrics import worker_samples
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -44,11 +48,14 @@ async def _serve(
         name = add_service(server.grpc, worker)
         add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
-        await server.start([name, *_SHARED_SERVICES])
-        await server.set_serving(serving=True)
-        log.info("serving", address=config.listen)
-        await _until_stopped(worker, stop)
-        await _shut_down(server, worker, config.grace_s)
+        read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
+        worker.metrics.registry.register(StatsCollector(read))
+        async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
+            await server.start([name, *_SHARED_SERVICES])
+            await server.set_serving(serving=True)
+            log.info("serving", address=config.listen)
+            await _until_stopped(worker, stop)
+            await _shut_down(server, worker, config.grace_s)
 
 
 async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:

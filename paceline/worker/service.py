@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from paceline.core.request import Priority
 from paceline.runtime.wire_internal import fingerprint_to_proto
 from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from paceline.worker.worker import Worker
@@ -87,4 +88,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_preemptions=stats.num_preemptions,
             num_leases=worker.leases.stats().num_active,
             max_steps_to_release=stats.max_steps_to_release,
+            cooling_down=stats.is_cooling,
+            num_waiting_realtime=stats.num_waiting_by_priority[Priority.REALTIME],
+            num_waiting_standard=stats.num_waiting_by_priority[Priority.STANDARD],
+            num_waiting_batch=stats.num_waiting_by_priority[Priority.BATCH],
         )

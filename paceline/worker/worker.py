@@ -24,6 +24,7 @@ from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.config import WorkerConfig
+from paceline.worker.metrics import StepMetrics
 from paceline.worker.runner import LoadedRunner
 
 _DRAIN_LOOK_S = 0.05
@@ -43,6 +44,7 @@ class Worker:
     leases: LeaseTable
     sender: KVSender
     receiver: KVReceiver
+    metrics: StepMetrics
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     num_blocks_pulled: int = 0
@@ -83,9 +85,12 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
     )
     publisher = PrefixPublisher(index, key)
-    failed = asyncio.Event()
+    failed, metrics = asyncio.Event(), StepMetrics(config)
     engine = AsyncEngine(
-        _engine(config, loaded), on_changes=publisher.offer, on_failure=lambda _: failed.set()
+        _engine(config, loaded),
+        on_changes=publisher.offer,
+        on_step=metrics.note_step,
+        on_failure=lambda _: failed.set(),
     )
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
     memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
@@ -101,6 +106,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             leases=leases,
             sender=KVSender(leases, memory, fingerprint, key.boot_epoch),
             receiver=KVReceiver(GrpcTransport(channels, fingerprint), memory, fingerprint),
+            metrics=metrics,
             failed=failed,
         )
     finally:

@@ -10,8 +10,9 @@ import pytest
 import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.cluster import Layout, LocalCluster, router_command, worker_command
+from paceline.launcher.cluster import LocalCluster, router_command, worker_command
 from paceline.launcher.config import UpConfig
+from paceline.launcher.layout import Layout
 from paceline.launcher.probes import free_port, without_password
 from paceline.launcher.supervisor import RestartPolicy
 
@@ -47,6 +48,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--max-model-len": "99",
         "--kv-memory": "429496729B",
         "--runner": "torch",
+        "--metrics-port": "-1",
     }
 
 
@@ -60,6 +62,7 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--prefill": "unix:/r/prefill-0.sock,unix:/r/prefill-1.sock",
         "--decode": "unix:/r/decode-0.sock",
         "--disaggregate": "always",
+        "--metrics-port": "-1",
     }
 
 
