@@ -1,7 +1,6 @@
 """Metrics have names that say what they are, and reach whoever asks over HTTP."""
 
 import asyncio
-import json
 import socket
 import threading
 import urllib.error
@@ -11,10 +10,10 @@ from collections.abc import Iterable
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from paceline.core.errors import ConfigError
 from paceline.runtime import metrics
-from paceline.runtime.log import configure_logging
 from paceline.runtime.metrics import Metric, Sample, StatsCollector, counter, histogram
 from paceline.runtime.metrics_server import check_metrics_port, metrics_host, on_loop, serving_metrics
 
@@ -89,10 +88,9 @@ def test_a_number_that_is_no_port_is_refused(port: int) -> None:
     check_metrics_port(port + (1 if port < 0 else -1))
 
 
-async def test_the_page_is_served_until_the_end_of_the_block(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_page_is_served_until_the_end_of_the_block() -> None:
     """At the address that is logged, beside the event loop, and read on it; afterwards nobody listens there."""
     seen: list[threading.Thread] = []
-    configure_logging("test", "test", "info")
 
     def read() -> Iterable[Sample]:
         seen.append(threading.current_thread())
@@ -100,25 +98,25 @@ async def test_the_page_is_served_until_the_end_of_the_block(capsys: pytest.Capt
 
     registry = CollectorRegistry()
     registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
-    async with serving_metrics(LISTEN, 0, registry):
-        logged = json.loads(capsys.readouterr().err)
-        assert logged["event"] == "metrics"
-        page = await asyncio.to_thread(_get, logged["address"])
-        again = await asyncio.to_thread(_get, logged["address"])
+    with capture_logs() as logged:
+        async with serving_metrics(LISTEN, 0, registry):
+            (address,) = [line["address"] for line in logged if line["event"] == "metrics"]
+            page = await asyncio.to_thread(_get, address)
+            again = await asyncio.to_thread(_get, address)
     assert "paceline_leases_active 4.0" in page
     assert again == page
     assert seen == [threading.main_thread()] * 2
     with pytest.raises(urllib.error.URLError, match="refused"):
-        await asyncio.to_thread(_get, logged["address"])
+        await asyncio.to_thread(_get, address)
 
 
-async def test_none_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_none_is_none() -> None:
     """With -1 nobody listens, and nothing is said of an address."""
-    configure_logging("test", "test", "info")
     threads = threading.active_count()
-    async with serving_metrics(LISTEN, -1, CollectorRegistry()):
-        assert threading.active_count() == threads
-    assert capsys.readouterr().err == ""
+    with capture_logs() as logged:
+        async with serving_metrics(LISTEN, -1, CollectorRegistry()):
+            assert threading.active_count() == threads
+    assert logged == []
 
 
 async def test_a_port_that_is_taken_is_a_clear_error() -> None:
