@@ -59,6 +59,7 @@ def _redis_server() -> Path:
 def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
     """The worker called prefill-0, decode-0, ..."""
     config, tier = layout.config, worker.partition("-")[0]
+    pinned = config.pinned_prefixes
     return (
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
@@ -67,6 +68,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *("--threads", str(config.threads_per_worker)),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
+        *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
     )
 
 

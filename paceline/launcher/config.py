@@ -65,6 +65,7 @@ _DECIDED_HERE = frozenset(
         "decode",
         "disaggregate",
         "metrics_port",
+        "pinned_prefixes",
     }
 )
 
@@ -115,6 +116,9 @@ class UpConfig:
     # The same limits at every start, whatever else runs, and room for two copies of a small model on 8 GiB.
     kv_memory: str = option(
         "2GiB", "memory for the KV caches of all workers together: 4GiB, 512MiB, or 40% of what is free"
+    )
+    pinned_prefixes: str | None = option(
+        None, 'prefixes that every worker keeps in its cache: a JSON Lines file, {"token_ids": [..]} a line'
     )
     redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))

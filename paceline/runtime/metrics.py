@@ -137,6 +137,7 @@ DRAINING = Metric("paceline_draining", "gauge", "1 while nothing new is taken, e
 KV_BLOCKS = Metric("paceline_kv_blocks", "gauge", "Blocks of the KV pool.")
 KV_HELD_BLOCKS = Metric("paceline_kv_held_blocks", "gauge", "Those that a sequence holds.")
 KV_CACHED_BLOCKS = Metric("paceline_kv_cached_blocks", "gauge", "Those that can be found by their hash.")
+KV_PINNED_BLOCKS = Metric("paceline_kv_pinned_blocks", "gauge", "Held blocks of pinned prefixes.")
 KV_FRAGMENTATION = Metric(
     "paceline_kv_fragmentation_ratio", "gauge", "Share of the held slots that no token is in."
 )

@@ -41,6 +41,9 @@ class WorkerConfig:
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
     num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")
     block_size: int = option(16, "tokens a KV block holds")
+    pinned_prefixes: str = option(
+        "", 'prefixes to keep in the cache: a JSON Lines file, {"token_ids": [..]} a line; empty: none'
+    )
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     max_num_seqs: int = option(64, "most sequences in one step")
     metrics_port: int = option(

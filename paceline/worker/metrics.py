@@ -73,6 +73,7 @@ def worker_samples(worker: "Worker") -> list[Sample]:
         Sample(metrics.KV_BLOCKS, stats.num_blocks),
         Sample(metrics.KV_HELD_BLOCKS, stats.num_blocks - stats.pool.num_free),
         Sample(metrics.KV_CACHED_BLOCKS, stats.pool.num_cached),
+        Sample(metrics.KV_PINNED_BLOCKS, worker.num_pinned_blocks),
         Sample(metrics.KV_FRAGMENTATION, stats.fragmentation),
         Sample(metrics.KV_HITS, stats.pool.num_hits),
         Sample(metrics.KV_EVICTIONS, stats.pool.num_evictions),

@@ -17,6 +17,7 @@ from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_se
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
 from paceline.worker.metrics import worker_samples
+from paceline.worker.pinned import pin_unless_stopped, plan_pinned, read_pinned
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -43,7 +44,11 @@ async def _serve(
     config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService, stop: asyncio.Event
 ) -> None:
     server = GrpcServer(config.listen)
+    prefixes = read_pinned(config.pinned_prefixes)
     loaded = await asyncio.to_thread(load_runner, config)
+    plan = plan_pinned(
+        prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
+    )
     async with open_worker(config, loaded) as worker:
         name = add_service(server.grpc, worker)
         add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
@@ -51,6 +56,7 @@ async def _serve(
         read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
         worker.metrics.registry.register(StatsCollector(read))
         async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
+            await pin_unless_stopped(worker, plan, stop)
             await server.start([name, *_SHARED_SERVICES])
             await server.set_serving(serving=True)
             log.info("serving", address=config.listen)

@@ -48,6 +48,9 @@ class Worker:
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     num_blocks_pulled: int = 0
+    # Sequences that hold pinned prefixes for as long as the worker lives, and the blocks that those take.
+    num_pinned: int = 0
+    num_pinned_blocks: int = 0
 
     def require_room_for(self, spec: SequenceSpec) -> None:
         """Raises DrainingError when nothing new is taken, InvariantError for what a router must not send."""
@@ -63,8 +66,8 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is left and nobody may pull blocks any more."""
-        return self.engine.num_sequences == 0 and self.leases.stats().num_active == 0
+        """Whether nobody's sequence is left and nobody may pull blocks any more."""
+        return self.engine.num_sequences == self.num_pinned and self.leases.stats().num_active == 0
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, and returns once all is done, or after `grace_s` seconds."""

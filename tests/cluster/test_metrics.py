@@ -67,6 +67,7 @@ async def scrape(cluster: Cluster, process: str) -> Scrape:
     address = cluster.local.metrics_addresses[process]
 
     def get() -> str:
+        """The page."""
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
             return str(answer.read().decode())
 

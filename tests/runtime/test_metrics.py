@@ -93,6 +93,7 @@ async def test_the_page_is_served_until_the_end_of_the_block() -> None:
     seen: list[threading.Thread] = []
 
     def read() -> Iterable[Sample]:
+        """Notes who reads."""
         seen.append(threading.current_thread())
         return [Sample(metrics.LEASES, 4)]
 
