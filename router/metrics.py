@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from paceline.core.request import Priority
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime import metrics
-from paceline.runtime.metrics import Sample, counter, histogram
+from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.job import DispatchEvent, Job, Placed, PromptComputed, RequestRunner, Tokens
 from router.service import InferenceServicer
 from router.workers import WorkerRegistry
 
-_NAMES = {priority: priority.name.lower() for priority in Priority}
 _TIERS = {"prefill": inference_pb2.WORKER_ROLE_PREFILL, "decode": inference_pb2.WORKER_ROLE_DECODE}
 
 
@@ -28,9 +26,9 @@ class RequestMetrics:
         ttft, itl, tpot = (
             histogram(metric, self.registry) for metric in (metrics.TTFT, metrics.ITL, metrics.TPOT)
         )
-        self.ttft = {priority: ttft.labels(name) for priority, name in _NAMES.items()}
-        self.itl = {priority: itl.labels(name) for priority, name in _NAMES.items()}
-        self.tpot = {priority: tpot.labels(name) for priority, name in _NAMES.items()}
+        self.ttft = {priority: ttft.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.itl = {priority: itl.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.tpot = {priority: tpot.labels(name) for priority, name in PRIORITY_NAMES.items()}
         self.attempts = counter(metrics.ATTEMPTS, self.registry)
         self.migrations = counter(metrics.MIGRATIONS, self.registry)
         self.prompt_tokens = counter(metrics.PROMPT_TOKENS, self.registry)

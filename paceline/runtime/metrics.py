@@ -12,6 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from paceline.core.request import Priority
+
+# What the label `priority` says.
+PRIORITY_NAMES = {priority: priority.name.lower() for priority in Priority}
+
 _TIMES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 # The scheduler's part of a step is tens of microseconds, the runner's may be seconds.
 _STEP_TIMES_S = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

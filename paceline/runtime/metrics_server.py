@@ -47,7 +47,9 @@ class _Server6(_Server):
 
 
 class _QuietHandler(WSGIRequestHandler):
-    """The log is for events, and a call is none."""
+    """The log is for events, and a call is none. Whoever is silent for long holds no thread."""
+
+    timeout = _ANSWER_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
         """Nothing."""

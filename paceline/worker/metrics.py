@@ -4,17 +4,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from paceline.core.request import Priority
 from paceline.engine.engine import StepResult
 from paceline.engine.step_report import Admission, StepReport
 from paceline.runtime import metrics
-from paceline.runtime.metrics import Sample, counter, histogram
+from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.worker.config import WorkerConfig
 
 if TYPE_CHECKING:  # a worker has these metrics
     from paceline.worker.worker import Worker
-
-_NAMES = {priority: priority.name.lower() for priority in Priority}
 
 
 class StepMetrics:
@@ -31,7 +28,7 @@ class StepMetrics:
         self._token_use, self._seat_use = use.labels("tokens"), use.labels("seats")
         self._sampled = counter(metrics.SAMPLED_TOKENS, self.registry)
         delay = histogram(metrics.SCHEDULING_DELAY, self.registry)
-        self._delay = {priority: delay.labels(name) for priority, name in _NAMES.items()}
+        self._delay = {priority: delay.labels(name) for priority, name in PRIORITY_NAMES.items()}
         tokens = counter(metrics.ADMITTED_TOKENS, self.registry)
         self._computed, self._cached = tokens.labels("computed"), tokens.labels("cached")
 
@@ -60,7 +57,7 @@ class StepMetrics:
 def worker_samples(worker: "Worker") -> list[Sample]:
     """What the worker's parts say of themselves now."""
     stats, leases = worker.engine.stats, worker.leases.stats()
-    queued = zip(_NAMES.values(), stats.num_waiting_by_priority, strict=True)
+    queued = zip(PRIORITY_NAMES.values(), stats.num_waiting_by_priority, strict=True)
     return [
         Sample(metrics.RUNNING, stats.num_running),
         Sample(metrics.WAITING, stats.num_waiting),

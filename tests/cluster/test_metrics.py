@@ -222,6 +222,34 @@ async def test_state_is_that_of_now(cluster: Cluster) -> None:
     assert (decode[series("kv_blocks")], decode[series("kv_held_blocks")]) == (NARROW["num_blocks"], 0)
 
 
+async def test_requests_that_are_left_are_counted(cluster: Cluster) -> None:
+    """Who cancels is told from whose deadline passes, and neither from who is served."""
+    before = await scrape(cluster, "router")
+    os.kill(cluster.local.pids["decode-0"], signal.SIGSTOP)
+    try:
+        leaving = asyncio.create_task(ask(cluster, (1, 2, 4)))
+        await _until_moved(cluster, before, "ttft_seconds_count", priority="realtime")
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        await _until_moved(cluster, before, "requests_total", end="cancelled")
+        with pytest.raises(PacelineRpcError, match=r"(?i)deadline"):
+            await cluster.client.generate_text((1, 2, 5), timeout_s=0.5)
+        await _until_moved(cluster, before, "requests_total", end="DEADLINE_EXCEEDED")
+    finally:
+        os.kill(cluster.local.pids["decode-0"], signal.SIGCONT)
+    after = await scrape(cluster, "router")
+    ends = ("cancelled", "DEADLINE_EXCEEDED", "length")
+    assert [moved(before, after, "requests_total", end=end) for end in ends] == [1, 1, 0]
+    assert moved(before, after, "tpot_seconds_count", priority="realtime") == 0
+
+
+async def _until_moved(cluster: Cluster, before: Scrape, name: str, **labels: str) -> None:
+    """Returns when a value of the router is not what it was."""
+    async with asyncio.timeout(PATIENCE_S):
+        while moved(before, await scrape(cluster, "router"), name, **labels) == 0:
+            pass
+
+
 async def test_every_metric_is_served_by_somebody(cluster: Cluster) -> None:
     """What has a name is there, on the router or on a worker and not on both; nothing else is ours."""
     declared = {metric.name: metric for metric in vars(metrics).values() if isinstance(metric, Metric)}

@@ -13,12 +13,15 @@ from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.engine.sequence import SequenceRole
 from paceline.v1 import inference_pb2
 from paceline.worker.capacity import Capacity
+from paceline.worker.config import WorkerConfig
 from paceline.worker.events import EventQueue
 from paceline.worker.pinned import PinnedPlan, pin, pin_unless_stopped, plan_pinned, read_pinned
-from paceline.worker.worker import Worker
+from paceline.worker.runner import load_runner
+from paceline.worker.worker import Worker, open_worker
+from tests.engine.harness import oracle
 from tests.engine.runners import BrokenRunner, GatedRunner
 from tests.factories import BLOCK_SIZE, make_spec
-from tests.worker.bench import DECODE, NUM_BLOCKS, PREFILL, VOCAB_SIZE, output_of, serving_worker, until
+from tests.worker.bench import DECODE, EOS, NUM_BLOCKS, PREFILL, VOCAB_SIZE, serving_worker, until
 
 PINNED = tuple(range(100, 120))  # 5 blocks of 4
 TWIN = tuple(range(200, 220))
@@ -138,7 +141,7 @@ def test_a_window_is_held_for_each_prefix() -> None:
 # -- what stays
 
 
-async def cached_tokens(worker: Worker, name: str, prompt: tuple[int, ...]) -> int:
+async def cached_tokens(worker: Worker, name: str, prompt: tuple[int, ...], layout: KVLayout = LAYOUT) -> int:
     """How much of a prompt is found in the cache; its output is what it always is."""
     events = EventQueue()
     spec = make_spec(name, prompt, max_tokens=2)
@@ -154,7 +157,7 @@ async def cached_tokens(worker: Worker, name: str, prompt: tuple[int, ...]) -> i
         if len(tokens) == 2:
             break
     assert started is not None
-    assert tuple(tokens) == output_of(spec)
+    assert tokens == oracle(spec, vocab_size=VOCAB_SIZE, eos=EOS, groups=layout.groups)[0]
     return started.num_cached_tokens
 
 
@@ -175,6 +178,29 @@ async def test_a_pinned_prefix_outlives_pressure(
         assert await cached_tokens(worker, "pinned later", (*PINNED, 1)) == len(PINNED)
         assert await cached_tokens(worker, "twin later", (*TWIN, 1)) == 0
         assert worker.engine.stats.pool.num_hits - hits == 5
+
+
+async def test_a_window_keeps_what_comes_after_the_prefix_needs(tiny_tokenizer_dir: Path) -> None:
+    """With layers that let go of old blocks the pinned prefix is hit after pressure too, and its twin is not."""
+    layers = (LayerKV(1, 1, 1), LayerKV(1, 1, 1, window=6))
+    layout = KVLayout(layers, BLOCK_SIZE, "float32")
+    runner = FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, groups=layout.groups)
+    config = WorkerConfig(
+        model=str(tiny_tokenizer_dir),
+        runner="fake",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=8,
+        max_num_seqs=8,
+    )
+    loaded = replace(load_runner(config), runner=runner, layout=layout)
+    async with open_worker(config, loaded) as worker:
+        await pin(worker, plan(PINNED, layout=layout))
+        for number in range(20):
+            await cached_tokens(worker, f"other-{number}", (300 + number,) * 30, layout)
+        assert worker.engine.stats.pool.num_evictions > 0
+        assert await cached_tokens(worker, "pinned", (*PINNED, 1), layout) == len(PINNED)
+        assert await cached_tokens(worker, "twin", (*TWIN, 1), layout) == 0
 
 
 async def test_pinned_prefixes_hold_what_was_planned(tiny_tokenizer_dir: Path) -> None:
