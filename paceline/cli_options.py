@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Callable
+from typing import get_args
 
-from paceline.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, GenerateOptions
+from paceline.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, GenerateOptions, Priority
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -122,6 +123,7 @@ def _shared_options() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end the answer before TEXT; may be given several times",
     )
+    add("--priority", choices=get_args(Priority), help="how urgent it is (standard)")
     add(
         "--timeout",
         type=float,
@@ -161,5 +163,6 @@ def generate_options(args: argparse.Namespace) -> GenerateOptions:
         seed=args.seed,
         stop=args.stop,
         n=args.n,
+        priority=args.priority,
         timeout_s=args.timeout,
     )

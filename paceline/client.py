@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypedDict, TypeGuard, Unpack, cast
+from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, get_args
 
 import grpc
 
@@ -31,6 +31,7 @@ _CHANNEL_OPTIONS = (
 Message = Mapping[str, str]
 # Text is taken as it stands; messages go through the model's chat template; token ids are used unchanged.
 Prompt = str | Sequence[Message] | Sequence[int]
+Priority = Literal["realtime", "standard", "batch"]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -56,6 +57,7 @@ class GenerateOptions(TypedDict, total=False):
         int | None
     )  # log probabilities of each output token and of its best alternatives, 0 to 20
     prompt_logprobs: bool | None  # those of prompt tokens, from the second on, and of output tokens
+    priority: Priority | None  # "standard" when absent
     bypass_cache: bool | None  # neither read nor fill the prefix cache
     client_request_id: str | None  # a label for the server's log
     timeout_s: float | None  # DEFAULT_TIMEOUT_S when absent; None is no deadline
@@ -223,6 +225,7 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
         n=options.get("n"),
         sampling=_sampling(options),
         stopping=_stopping(options),
+        priority=_priority(options.get("priority")),
         cache=inference_pb2.CacheOptions(bypass=options.get("bypass_cache")),
     )
     num_top = options.get("num_top_logprobs")
@@ -234,6 +237,12 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
         request.logprobs.prompt = True
     _set_prompt(request, prompt)
     return request
+
+
+def _priority(name: Priority | None) -> str | None:
+    if name is not None and name not in get_args(Priority):
+        raise TypeError(f"unknown priority {name!r}; known: {', '.join(get_args(Priority))}")
+    return f"PRIORITY_{name.upper()}" if name else None
 
 
 def _sampling(options: GenerateOptions) -> generation_pb2.SamplingParams:

@@ -5,6 +5,7 @@ from typing import cast
 
 from paceline.core.errors import ConfigError
 from paceline.runtime.config import option
+from paceline.runtime.metrics_server import check_metrics_port
 from router.placement import DisaggregateMode
 
 
@@ -27,6 +28,9 @@ class RouterConfig:
     local_prefill_tokens: int = option(
         16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
     )
+    metrics_port: int = option(
+        0, "port of the metrics, on the host of --listen; 0: any that is free, -1: none"
+    )
     max_requests: int = option(256, "requests under way at once; more are refused")
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
@@ -45,6 +49,7 @@ class RouterConfig:
         for name in ("max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        check_metrics_port(self.metrics_port)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         if not self.decode_addresses:

@@ -1,8 +1,9 @@
 """One request on its way through its workers, and what the dispatcher says about it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from paceline.core.errors import PeerLostError
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec, TokenLogprob
@@ -131,3 +132,11 @@ class Job:
         part = replace(self, spec=replace(self.spec, candidates=(candidate,)), failed_on=set(self.failed_on))
         part.outputs, part.unfinished = {candidate: self.outputs[candidate]}, self.unfinished
         return part
+
+
+class RequestRunner(Protocol):
+    """Whoever carries requests through workers: the dispatcher, and what wraps it."""
+
+    def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
+        """See Dispatcher.run."""
+        ...

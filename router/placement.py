@@ -25,6 +25,8 @@ class WorkerView:
     # What this router has sent there and what is not done yet; reports lag behind these.
     num_assigned_tokens: int
     num_assigned_sequences: int
+    # It admits nobody for now, and asks for less work.
+    cooling_down: bool = False
 
     @property
     def num_queued_tokens(self) -> int:
@@ -85,14 +87,21 @@ def _others_first(workers: list[WorkerView], failed_on: frozenset[str]) -> list[
     return [worker for worker in workers if worker.key.worker_id not in failed_on] or workers
 
 
-def prefill_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[int, WorkerKey]:
-    """Tokens to compute until this prompt is done there. Equal costs go to the same worker, so that prefixes gather."""
-    return worker.num_queued_tokens + prompt.num_uncached_tokens(worker), worker.key
+def prefill_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, int, WorkerKey]:
+    """First whether it asks for less work, then the tokens to compute until this prompt is done there.
+
+    Equal costs go to the same worker, so that prefixes gather.
+    """
+    num_tokens = worker.num_queued_tokens + prompt.num_uncached_tokens(worker)
+    return worker.cooling_down, num_tokens, worker.key
 
 
-def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, int, int, WorkerKey]:
-    """First whether the prompt has to wait for room, then the batch it joins, then what has to travel there."""
+def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, bool, int, int, WorkerKey]:
+    """First whether the worker asks for less work, then whether the prompt has to wait for room, then the batch it joins.
+
+    What has to travel there comes last.
+    """
     held = prompt.held_blocks.get(worker.key, 0)
     missing_blocks = -(-prompt.num_tokens // prompt.block_size) - held
     has_no_room = worker.num_free_blocks < missing_blocks
-    return has_no_room, worker.num_sequences, missing_blocks, worker.key
+    return worker.cooling_down, has_no_room, worker.num_sequences, missing_blocks, worker.key

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from paceline.prefix_index.index import PrefixIndex
@@ -10,11 +11,14 @@ from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.metrics import StatsCollector
+from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
+from router.metrics import InstrumentedDispatcher, RequestMetrics, router_samples
 from router.service import SERVICE_NAME, InferenceServicer
 from router.tokenizer import Tokenizer, keep_torch_out
 from router.workers import WorkerRegistry
@@ -38,14 +42,19 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
     admission = AdmissionController(config.max_requests)
     async with _registry(config) as registry, _index(config) as index:
-        dispatcher = Dispatcher(config, registry, index, registry.channels)
-        InferenceServicer(config, tokenizer, registry, index, admission, dispatcher).add_to(server.grpc)
-        await server.start([SERVICE_NAME])
-        readiness = asyncio.create_task(_report_readiness(config, server, registry))
-        log.info("listening", address=config.listen)
-        await stop.wait()
-        readiness.cancel()
-        await _shut_down(server, admission, config.grace_s)
+        observed = RequestMetrics()
+        dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, index, registry.channels), observed)
+        service = InferenceServicer(config, tokenizer, registry, index, admission, dispatcher)
+        service.add_to(server.grpc)
+        read = partial(router_samples, service, admission, index, registry)
+        observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
+        async with serving_metrics(config.listen, config.metrics_port, observed.registry):
+            await server.start([SERVICE_NAME])
+            readiness = asyncio.create_task(_report_readiness(config, server, registry))
+            log.info("listening", address=config.listen)
+            await stop.wait()
+            readiness.cancel()
+            await _shut_down(server, admission, config.grace_s)
     tokenizer.close()
 
 

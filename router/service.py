@@ -1,7 +1,8 @@
 """InferenceService: turns messages into requests or refuses them, and streams what comes of them."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,7 @@ from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_t
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher
-from router.job import Job, Tokens
+from router.job import Job, RequestRunner, Tokens
 from router.output import OutputStream
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
@@ -42,6 +42,20 @@ _DEADLINE_MARGIN_S = 0.05
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStats:
+    """Requests since the start by how they ended: a finish reason, "cancelled", or the reason of an error."""
+
+    num_ended: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _End:
+    """How a request has ended; whoever leaves before anything else is known has cancelled it."""
+
+    how: str = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +77,7 @@ class InferenceServicer:
         registry: WorkerRegistry,
         index: PrefixIndex,
         admission: AdmissionController,
-        dispatcher: Dispatcher,
+        dispatcher: RequestRunner,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -73,6 +87,11 @@ class InferenceServicer:
         self._dispatcher = dispatcher
         # Requests to tokenise wait in the same line as those to generate.
         self._tokenizing = AdmissionController(_MAX_TOKENIZING)
+        self._num_ended: Counter[str] = Counter()
+
+    def stats(self) -> ServiceStats:
+        """A picture of now."""
+        return ServiceStats(dict(self._num_ended))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Puts the service on a server."""
@@ -91,13 +110,16 @@ class InferenceServicer:
 
     async def Generate(self, raw: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Generates from one prompt."""
-        request_id = RequestId(secrets.token_hex(16))
-        async with _status_of_errors(context, request_id):
-            with self._admission.admit() as position:
-                call = await self._prepare(raw, request_id, position, context.time_remaining())
-                async with aclosing(self._run(call)) as responses:
-                    async for response in responses:
-                        yield response
+        request_id, end = RequestId(secrets.token_hex(16)), _End()
+        try:
+            async with _status_of_errors(context, request_id, end):
+                with self._admission.admit() as position:
+                    call = await self._prepare(raw, request_id, position, context.time_remaining())
+                    async with aclosing(self._run(call, end)) as responses:
+                        async for response in responses:
+                            yield response
+        finally:
+            self._num_ended[end.how] += 1
 
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""
@@ -158,8 +180,7 @@ class InferenceServicer:
         )
         return _Call(request, job, output)
 
-    async def _run(self, call: _Call) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        ended = "cancelled"
+    async def _run(self, call: _Call, end: _End) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         try:
             async with aclosing(self._dispatcher.run(call.job)) as events:
                 async for event in events:
@@ -169,19 +190,16 @@ class InferenceServicer:
                     if isinstance(event, Tokens) and call.output.has_ended(event.candidate):
                         call.job.end(event.candidate)
                     if call.output.finish_reason is not None:
-                        ended = call.output.finish_reason.value
+                        end.how = call.output.finish_reason.value
                         return
         except Exception as error:
-            ended = as_paceline_error(error).reason
+            end.how = as_paceline_error(error).reason
             raise
         finally:
-            if (
-                ended == "cancelled"
-                and call.job.deadline_s is not None
-                and call.job.deadline_s <= monotonic()
-            ):
-                ended = DeadlineError.reason
-            _log_end(call, ended)
+            deadline_s = call.job.deadline_s
+            if end.how == _End().how and deadline_s is not None and deadline_s <= monotonic():
+                end.how = DeadlineError.reason
+            _log_end(call, end.how)
 
     def _job(
         self,
@@ -208,6 +226,7 @@ class InferenceServicer:
             prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
             candidates=tuple(range(request.n)),
+            priority=request.priority,
         )
         return Job(spec, None, timeline)
 
@@ -238,14 +257,19 @@ class InferenceServicer:
 
 
 @asynccontextmanager
-async def _status_of_errors(context: _Context, request_id: str) -> AsyncIterator[None]:
+async def _status_of_errors(
+    context: _Context, request_id: str, end: _End | None = None
+) -> AsyncIterator[None]:
     """Ends the call with the status of whatever error leaves the body; a bug is logged, without its text."""
+    end = end or _End()
     try:
         yield
     except PacelineError as error:
+        end.how = error.reason
         log.info("request_refused", request_id=request_id, reason=error.reason)
         await abort_with(context, error)
     except Exception as error:
+        end.how = as_paceline_error(error).reason
         log.exception("request_failed", request_id=request_id)
         await abort_with(context, as_paceline_error(error))
 

@@ -68,6 +68,7 @@ class _Known:
             num_waiting=self.load.num_waiting,
             num_pending_tokens=self.load.num_pending_tokens,
             draining=self.is_draining,
+            cooling_down=self.load.cooling_down,
             num_assigned_tokens=assignments.num_tokens(self.key),
             num_assigned_sequences=assignments.num_sequences(self.key),
         )

@@ -135,6 +135,7 @@ def make_worker(
     num_assigned_tokens: int = 0,
     num_assigned_sequences: int = 0,
     draining: bool = False,
+    cooling_down: bool = False,
 ) -> WorkerView:
     """An idle worker as placement sees it."""
     return WorkerView(
@@ -148,6 +149,7 @@ def make_worker(
         draining=draining,
         num_assigned_tokens=num_assigned_tokens,
         num_assigned_sequences=num_assigned_sequences,
+        cooling_down=cooling_down,
     )
 
 

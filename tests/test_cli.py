@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from paceline.v1 import inference_pb2
 from tests.fake_inference import ENDLESS, FLOOD, FULL, TOO_LONG, FakeInference
 
 Answer = tuple[int, str, str]
@@ -81,7 +82,7 @@ async def test_log_probabilities_that_nobody_would_see_are_refused(fake_inferenc
 
 async def test_options_become_fields_of_the_request(fake_inference: FakeInference) -> None:
     """Each option arrives where the contract has it; what is not given is left to the server."""
-    options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --seed 7 --stop ### --stop END"
+    options = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --seed 7 --stop ### --stop END --priority batch"
     await _run(
         "generate", "hi", "--system", "Be brief.", "--address", fake_inference.address, *options.split()
     )
@@ -95,6 +96,7 @@ async def test_options_become_fields_of_the_request(fake_inference: FakeInferenc
         7,
     )
     assert (stopping.max_tokens, list(stopping.stop)) == (5, ["###", "END"])
+    assert request.priority == inference_pb2.PRIORITY_BATCH
 
 
 async def test_raw_text_from_stdin(fake_inference: FakeInference) -> None:

@@ -85,6 +85,17 @@ async def test_options_reach_the_server_and_absent_ones_stay_absent(
     assert second.stopping.include_stop
 
 
+async def test_a_priority_is_sent_by_its_name(client: PacelineClient, fake_inference: FakeInference) -> None:
+    """Each name is a class of the contract, and absent leaves it to the server; another name is an error."""
+    for priority in ("realtime", "standard", "batch", None):
+        await client.generate_text("hi", priority=priority)
+    sent = [inference_pb2.Priority.Name(request.priority) for request in fake_inference.requests]
+    assert sent == ["PRIORITY_REALTIME", "PRIORITY_STANDARD", "PRIORITY_BATCH", "PRIORITY_UNSPECIFIED"]
+    wrong: dict[str, Any] = {"priority": "unspecified"}
+    with pytest.raises(TypeError, match="known: realtime, standard, batch"):
+        client.generate("hi", **wrong)
+
+
 async def test_an_unknown_option_is_refused_at_once(client: PacelineClient) -> None:
     """A misspelt option is an error, never silently left out."""
     options: dict[str, Any] = {"max_token": 5}

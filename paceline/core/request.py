@@ -97,6 +97,7 @@ class Request:
     prompt_logprobs: bool = False
     # How many candidates to generate.
     n: int = 1
+    priority: Priority = Priority.STANDARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class AsyncEngine:
         engine: Engine,
         *,
         on_changes: Callable[[PrefixChanges], None] = lambda _: None,
+        on_step: Callable[[StepResult], None] = lambda _: None,
         on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self._engine = engine
@@ -54,6 +55,7 @@ class AsyncEngine:
         # Those that keep their blocks, and so their sink, after their last event.
         self._held: set[SequenceId] = set()
         self._on_changes = on_changes
+        self._on_step = on_step
         self._on_failure = on_failure
         self._failed = False
         self.stats: EngineStats = engine.stats()
@@ -166,6 +168,7 @@ class AsyncEngine:
         self.stats = stats
         if result is not None:
             self._on_changes(result.changes)
+            self._on_step(result)
             for sink, events in self._by_sink(result.events).items():
                 _tell(sink, events)
 

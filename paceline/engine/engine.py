@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.core.clock import Clock, monotonic
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
+from paceline.engine.block_pool import BlockPoolStats
 from paceline.engine.events import Event
-from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler import Scheduler, SchedulerStats
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
+from paceline.engine.step_report import Admission, AdmissionLog, StepReport, num_empty_slots
 from paceline.engine.swap import BlockSaver
+
+# Counting empty slots takes a look at each sequence's tables; between two looks they change little.
+_LOOK_EVERY_STEPS = 16
 
 
 class BlockMemory(BlockSaver, Protocol):
@@ -64,6 +70,10 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     max_steps_to_release: int
+    pool: BlockPoolStats
+    queues: SchedulerStats
+    # The share of the held block slots that no token is in, as of a recent step.
+    fragmentation: float
     # Of all steps; empty for a model without experts.
     expert_tokens: tuple[ExpertTokens, ...] = ()
 
@@ -75,14 +85,20 @@ class StepResult:
     events: tuple[Event, ...]
     changes: PrefixChanges
     idle: bool
+    admissions: tuple[Admission, ...] = ()
+    # None when nothing was computed.
+    report: StepReport | None = None
 
 
 class Engine:
     """Scheduler and runner together. Its commands take effect between two steps."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, clock: Clock = monotonic) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._clock = clock
+        self._admissions = AdmissionLog(clock)
+        self._fragmentation = 0.0
         self._num_steps = 0
         self._max_steps_to_release = 0
         self._expert_tokens: tuple[ExpertTokens, ...] = ()
@@ -90,6 +106,7 @@ class Engine:
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
         """Queues a sequence."""
         self._scheduler.add(spec, role)
+        self._admissions.note_added(spec, role)
 
     def commit(self, sequence_id: SequenceId, first_tokens: Sequence[FirstToken]) -> None:
         """The sequence's KV has arrived in its reserved blocks; see Scheduler.commit."""
@@ -98,6 +115,7 @@ class Engine:
     def release(self, sequence_id: SequenceId, asked_at_step: int, candidate: int | None = None) -> None:
         """Forgets a sequence, or one candidate of it. Someone asked for it when `asked_at_step` steps had been taken."""
         self._scheduler.release(sequence_id, candidate)
+        self._admissions.note_released(sequence_id, candidate)
         self._max_steps_to_release = max(self._max_steps_to_release, self._num_steps - asked_at_step)
 
     def has_work(self) -> bool:
@@ -106,14 +124,42 @@ class Engine:
 
     def step(self) -> StepResult:
         """One step of every sequence that is scheduled."""
+        begin_s = self._clock()
         output = self._scheduler.schedule()
-        computed = StepOutput()
-        if output.scheduled:
-            computed = self._runner.execute(output)
-            self._num_steps += 1
-            self._count_experts(computed.expert_tokens)
+        scheduled_s = self._clock()
+        computed = self._execute(output)
+        computed_s = self._clock()
+        self._note_cost(output, computed_s - scheduled_s)
         events = self._scheduler.update(output, computed)
-        return StepResult(tuple(events), self._scheduler.pool.take_changes(), idle=not output.scheduled)
+        scheduler_s = self._clock() - computed_s + scheduled_s - begin_s
+        return StepResult(
+            events=tuple(events),
+            changes=self._scheduler.pool.take_changes(),
+            idle=not output.scheduled,
+            admissions=self._admissions.take(events),
+            report=_report(output, computed, scheduler_s, computed_s - scheduled_s),
+        )
+
+    def _execute(self, output: SchedulerOutput) -> StepOutput:
+        if not output.scheduled:
+            return StepOutput()
+        if self._num_steps % _LOOK_EVERY_STEPS == 0:
+            self._fragmentation = self._share_of_empty_slots(output)
+        computed = self._runner.execute(output)
+        self._num_steps += 1
+        self._count_experts(computed.expert_tokens)
+        return computed
+
+    def _note_cost(self, output: SchedulerOutput, duration_s: float) -> None:
+        """Where prompts are most of a step, it tells what computing them costs, and so what preempting somebody would."""
+        num_tokens = sum(len(item.token_ids) for item in output.scheduled)
+        if num_tokens >= 2 * len(output.scheduled) > 0:
+            self._scheduler.costs.note_chunk(num_tokens, duration_s)
+
+    def _share_of_empty_slots(self, output: SchedulerOutput) -> float:
+        pool = self._scheduler.pool
+        num_held = pool.num_blocks - pool.stats().num_free
+        return num_empty_slots(output, pool.block_size) / (num_held * pool.block_size)
 
     def stats(self) -> EngineStats:
         """A picture of now."""
@@ -128,6 +174,9 @@ class Engine:
             num_steps=self._num_steps,
             max_steps_to_release=self._max_steps_to_release,
             expert_tokens=self._expert_tokens,
+            pool=pool.stats(),
+            queues=queues,
+            fragmentation=self._fragmentation if pool.num_available < pool.num_blocks else 0.0,
         )
 
     def _count_experts(self, step: tuple[ExpertTokens, ...]) -> None:
@@ -137,3 +186,17 @@ class Engine:
     def check_invariants(self) -> None:
         """See Scheduler.check_invariants."""
         self._scheduler.check_invariants()
+
+
+def _report(
+    output: SchedulerOutput, computed: StepOutput, scheduler_s: float, runner_s: float
+) -> StepReport | None:
+    if not output.scheduled:
+        return None
+    return StepReport(
+        num_sequences=len(output.scheduled),
+        num_tokens=sum(len(item.token_ids) for item in output.scheduled),
+        num_sampled_tokens=len(computed.token_ids),
+        scheduler_s=scheduler_s,
+        runner_s=runner_s,
+    )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 
+from paceline.core.clock import Clock
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.costs import CostEstimate, Loss, PreemptionKind
 from paceline.engine.policies import VICTIM_POLICIES, Victim, choose_victims
@@ -15,14 +16,21 @@ class Preemption:
     """Chooses victims and takes their blocks; the caller sends them back to wait."""
 
     def __init__(
-        self, policy: str, pool: BlockPool, running: Running, swap: SwapSpace, costs: CostEstimate
+        self,
+        policy: str,
+        pool: BlockPool,
+        running: Running,
+        swap: SwapSpace,
+        costs: CostEstimate,
+        clock: Clock,
     ) -> None:
         self._policy = VICTIM_POLICIES[policy]
         self._pool = pool
         self._running = running
         self._swap = swap
         self._costs = costs
-        self._num_rounds = 0
+        self._clock = clock
+        self.num_rounds = 0
         self.counts = Counter[PreemptionKind]()
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
@@ -38,7 +46,7 @@ class Preemption:
             if sequence.role is not SequenceRole.PREFILL_ONLY
         ]
         chosen = [victim.sequence for victim in choose_victims(victims, num_lacking, self._policy)]
-        self._num_rounds += 1
+        self.num_rounds += 1
         for sequence in chosen:
             self._take_blocks(sequence)
         return chosen
@@ -46,7 +54,7 @@ class Preemption:
     def _victim(self, sequence: Sequence, num_wanted: int) -> Victim:
         cost_s, _ = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
         num_freed = sequence.blocks.num_exclusive()
-        return Victim(sequence, cost_s, num_freed, num_wanted, 0 < sequence.victim_of == self._num_rounds)
+        return Victim(sequence, cost_s, num_freed, num_wanted, 0 < sequence.victim_of == self.num_rounds)
 
     def _loss(self, sequence: Sequence) -> Loss:
         size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()
@@ -67,14 +75,19 @@ class Preemption:
     def _take_blocks(self, sequence: Sequence) -> None:
         _, kind = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
         if kind is PreemptionKind.SWAP:
-            sequence.saved = self._swap.save(sequence.blocks.held_places())
+            self._swap_out(sequence)
         self.counts[kind] += 1
         self._running.remove(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
-        sequence.victim_of = self._num_rounds
+        sequence.victim_of = self.num_rounds
         sequence.refused_with = None
         sequence.forget_blocks()
+
+    def _swap_out(self, sequence: Sequence) -> None:
+        begin_s, places = self._clock(), sequence.blocks.held_places()
+        sequence.saved = self._swap.save(places)
+        self._costs.note_swap(len(places), self._clock() - begin_s)
 
     def note_fork(self, fork: Sequence) -> None:
         """A candidate for which there is no room begins as one that was preempted."""

@@ -33,6 +33,7 @@ class Room:
         self._pressure = pressure
         self._hash_block = hash_block
         self._max_step_tokens = max_step_tokens
+        self.num_refused = 0
 
     def take(self, sequence: Sequence, *, from_cushion: bool) -> bool:
         """Reserves blocks, cached ones where there are some, or brings back what was swapped out.
@@ -46,6 +47,7 @@ class Room:
         spare = self._num_spare(sequence, from_cushion=from_cushion)
         taken = self._restore(sequence, spare) if sequence.saved else self._reserve(sequence, spare)
         if not taken:
+            self.num_refused += sequence.refused_with is None
             sequence.refused_with = self._pool.num_available
         return taken
 

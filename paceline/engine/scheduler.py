@@ -54,6 +54,9 @@ class SchedulerStats:
     max_seats: int
     is_cooling: bool
     batch_mode: BatchMode
+    # Sequences that had to wait for blocks, and steps in which somebody that decodes got none.
+    num_refused_for_room: int
+    num_steps_without_room: int
     # How often batch_mode has changed, and how many requests it has refused.
     num_batch_switches: int
     num_batch_refused: int
@@ -95,7 +98,7 @@ class Scheduler:
         )
         self._admission = Admission(config, self._running, self._room, self._pressure, self._overload)
         self._choose_decodes = share_experts if config.group_by_experts else take_turns
-        self._preemption = Preemption(config.victim, pool, self._running, self._swap, self.costs)
+        self._preemption = Preemption(config.victim, pool, self._running, self._swap, self.costs, clock)
         # What the step under way computes: first those that decode, then chunks, by their number of tokens.
         self._decodes: list[Sequence] = []
         self._chunks: dict[Sequence, int] = {}
@@ -208,6 +211,8 @@ class Scheduler:
             num_waiting_by_priority=(waiting[0], waiting[1], waiting[2]),
             preemptions={kind.value: self._preemption.counts[kind] for kind in PreemptionKind},
             num_recomputed_tokens=self._num_recomputed,
+            num_refused_for_room=self._room.num_refused,
+            num_steps_without_room=self._preemption.num_rounds,
             watermark=self._pressure.watermark,
             max_seats=self._pressure.max_seats,
             is_cooling=self._pressure.is_cooling,

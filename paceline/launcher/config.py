@@ -11,6 +11,7 @@ from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
+from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
@@ -63,6 +64,8 @@ _DECIDED_HERE = frozenset(
         "prefill",
         "decode",
         "disaggregate",
+        "metrics_port",
+        "pinned_prefixes",
     }
 )
 
@@ -114,12 +117,19 @@ class UpConfig:
     kv_memory: str = option(
         "2GiB", "memory for the KV caches of all workers together: 4GiB, 512MiB, or 40% of what is free"
     )
+    pinned_prefixes: str | None = option(
+        None, 'prefixes that every worker keeps in its cache: a JSON Lines file, {"token_ids": [..]} a line'
+    )
     redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
     host: str = option(
         "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
     )
     port: int = option(50051, "the router's port; 0 takes any that is free")
+    metrics_port: int = option(
+        0,
+        "the router's port for metrics, and those after it for the workers'; 0: any that are free, -1: no metrics",
+    )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
     log_dir: str | None = option(
@@ -137,6 +147,11 @@ class UpConfig:
         check_serving(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        check_metrics_port(self.metrics_port)
+        if self.metrics_port + topology.num_workers > 65535:
+            raise ConfigError(
+                f"--metrics-port {self.metrics_port} leaves too few ports for {topology.num_workers} workers"
+            )
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:

@@ -3,6 +3,8 @@
 import errno
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import grpc
@@ -17,15 +19,22 @@ from paceline.launcher.process import Probe
 _ANSWER_S = 2.0
 
 
-def free_port(host: str, port: int) -> int:
-    """`port`, or any free one for 0; raises ConfigError when nobody could listen there."""
+def free_port(host: str, port: int, flag: str = "--port") -> int:
+    """`port`, or any free one for 0; raises ConfigError, which names the flag, when nobody could listen there."""
+    with listening(host, port, flag) as taken:
+        return taken
+
+
+@contextmanager
+def listening(host: str, port: int, flag: str) -> Iterator[int]:
+    """Keeps a port until the end of the block, so that nobody else gets it; see free_port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, port), family=family) as server:
-            return int(server.getsockname()[1])
+            yield int(server.getsockname()[1])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with --port") from error
+            raise ConfigError(f"port {port} on {host} is in use; choose another with {flag}") from error
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
         raise ConfigError(f"cannot listen on {host}, port {port}: {reason}") from error
 

@@ -10,6 +10,7 @@ from paceline.core.errors import PacelineError
 from paceline.launcher.capacity import capacity_lines
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
+from paceline.launcher.layout import metrics_ports
 from paceline.launcher.models import has_chat_template, resolve_model
 from paceline.launcher.probes import free_port
 from paceline.runtime.config import load_config
@@ -43,6 +44,7 @@ def _run(config: UpConfig) -> int:
         signal.signal(number, signal.default_int_handler)
     # Known at once, and not after a download.
     free_port(config.host, config.port)
+    metrics_ports(config)
     model = resolve_model(config.model, _say)
     return asyncio.run(_until_told(LocalCluster(config, model, say=_say), config, started))
 
@@ -71,7 +73,10 @@ async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> Non
         held = await capacity_lines(cluster.worker_addresses)
         took_s = time.monotonic() - started
         _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s")
-        _say("\n".join([*held, ""]))
+        metrics = [
+            f"  metrics of {name}: http://{at}/metrics" for name, at in cluster.metrics_addresses.items()
+        ]
+        _say("\n".join([*held, *metrics, ""]))
         _say(_how_to_call(cluster.address, has_template=has_chat_template(cluster.layout.model)))
         raise await cluster.until_lost()
 

@@ -14,12 +14,14 @@ from paceline.core.errors import (
 )
 from paceline.core.request import (
     ChatMessage,
+    Priority,
     Prompt,
     Request,
     RequestLimits,
     SamplingParams,
     StopConditions,
 )
+from paceline.runtime.wire_internal import priority_from_proto
 from paceline.v1 import generation_pb2, inference_pb2
 
 ROLES = ("system", "user", "assistant")
@@ -54,6 +56,7 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         num_top_logprobs=_parse_logprobs(message),
         prompt_logprobs=message.logprobs.prompt,
         n=_parse_n(message, limits),
+        priority=_parse_priority(message),
     )
 
 
@@ -86,8 +89,6 @@ def check_prompt_logprobs(request: Request, num_prompt_tokens: int) -> None:
 
 
 def _refuse_unbuilt(message: inference_pb2.GenerateRequest) -> None:
-    if message.priority not in (inference_pb2.PRIORITY_UNSPECIFIED, inference_pb2.PRIORITY_STANDARD):
-        raise NotBuiltError("priority", "classes other than PRIORITY_STANDARD")
     if message.cache.HasField("public_prefix"):
         raise NotBuiltError("cache.public_prefix", "prefixes shared between tenants")
 
@@ -98,6 +99,14 @@ def _parse_n(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> i
     if not 1 <= message.n <= limits.max_n:
         raise BadSamplingError("n", f"is {message.n}; it must be 1 to {limits.max_n}")
     return message.n
+
+
+def _parse_priority(message: inference_pb2.GenerateRequest) -> Priority:
+    priority = priority_from_proto(message.priority)
+    if priority is None:
+        known = ", ".join(sorted(inference_pb2.Priority.keys()))
+        raise BadSamplingError("priority", f"is {message.priority}, which is none of {known}")
+    return priority
 
 
 def _parse_prompt(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> Prompt:

@@ -10,6 +10,7 @@ from paceline.core.request import (
     FinishReason,
     FirstToken,
     LeaseId,
+    Priority,
     RequestId,
     SamplingParams,
     SequenceId,
@@ -18,7 +19,7 @@ from paceline.core.request import (
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
-from paceline.v1 import engine_pb2, generation_pb2
+from paceline.v1 import engine_pb2, generation_pb2, inference_pb2
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -27,6 +28,15 @@ _FINISH_TO_PROTO = {
     FinishReason.ABORTED: generation_pb2.FINISH_REASON_ABORTED,
 }
 _FINISH_FROM_PROTO = {proto: reason for reason, proto in _FINISH_TO_PROTO.items()}
+_PRIORITY_TO_PROTO = {
+    Priority.REALTIME: inference_pb2.PRIORITY_REALTIME,
+    Priority.STANDARD: inference_pb2.PRIORITY_STANDARD,
+    Priority.BATCH: inference_pb2.PRIORITY_BATCH,
+}
+_PRIORITY_FROM_PROTO = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
+    **{proto: priority for priority, proto in _PRIORITY_TO_PROTO.items()},
+}
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> generation_pb2.FinishReason:
@@ -37,6 +47,16 @@ def finish_reason_to_proto(reason: FinishReason | None) -> generation_pb2.Finish
 def finish_reason_from_proto(proto: generation_pb2.FinishReason) -> FinishReason | None:
     """None while not ended."""
     return _FINISH_FROM_PROTO.get(proto)
+
+
+def priority_to_proto(priority: Priority) -> inference_pb2.Priority:
+    """Never PRIORITY_UNSPECIFIED."""
+    return _PRIORITY_TO_PROTO[priority]
+
+
+def priority_from_proto(proto: inference_pb2.Priority) -> Priority | None:
+    """None for a number that no priority has; PRIORITY_UNSPECIFIED is the usual one."""
+    return _PRIORITY_FROM_PROTO.get(proto)
 
 
 def logprob_to_proto(logprob: TokenLogprob) -> generation_pb2.TokenLogprob:
@@ -134,6 +154,8 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         attempt=spec.sequence_id.attempt,
         time_budget_s=spec.time_budget_s,
         cache_scope=spec.cache_scope,
+        priority=priority_to_proto(spec.priority),
+        tenant=spec.tenant,
     )
     params = spec.sampling
     sampling = generation_pb2.SamplingParams(
@@ -165,6 +187,9 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
 
 def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.SequenceSpec) -> SequenceSpec:
     """A worker's piece of work; raises InvariantError where a router sent what it must not send."""
+    priority = priority_from_proto(context.priority)
+    if priority is None:
+        raise InvariantError(f"request {context.request_id} has an unknown priority, {context.priority}")
     spec = SequenceSpec(
         sequence_id=SequenceId(RequestId(context.request_id), context.attempt),
         prompt_ids=tuple(sequence.prompt_ids),
@@ -180,6 +205,8 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
         candidates=tuple(sequence.candidates),
         cache_scope=context.cache_scope,
         time_budget_s=context.time_budget_s if context.HasField("time_budget_s") else None,
+        priority=priority,
+        tenant=context.tenant,
     )
     if not spec.prompt_ids or spec.max_tokens <= len(spec.output_ids):
         raise InvariantError(f"sequence {spec.sequence_id} has an empty prompt or no output token left")

@@ -1,4 +1,5 @@
 from paceline.v1 import generation_pb2 as _generation_pb2
+from paceline.v1 import inference_pb2 as _inference_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -8,16 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CallContext(_message.Message):
-    __slots__ = ("request_id", "attempt", "time_budget_s", "cache_scope")
+    __slots__ = ("request_id", "attempt", "time_budget_s", "cache_scope", "priority", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TIME_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     time_budget_s: float
     cache_scope: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ...) -> None: ...
+    priority: _inference_pb2.Priority
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
     __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache", "min_tokens", "num_top_logprobs", "prompt_logprobs", "candidates")

@@ -45,7 +45,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchLoadResponse(_message.Message):
-    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_pending_tokens", "num_steps", "num_blocks_pulled", "draining", "num_preemptions", "num_leases", "max_steps_to_release")
+    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_pending_tokens", "num_steps", "num_blocks_pulled", "draining", "num_preemptions", "num_leases", "max_steps_to_release", "cooling_down", "num_waiting_realtime", "num_waiting_standard", "num_waiting_batch")
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,10 @@ class WatchLoadResponse(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_TO_RELEASE_FIELD_NUMBER: _ClassVar[int]
+    COOLING_DOWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_REALTIME_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_STANDARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_BATCH_FIELD_NUMBER: _ClassVar[int]
     num_free_blocks: int
     num_running: int
     num_waiting: int
@@ -66,7 +70,11 @@ class WatchLoadResponse(_message.Message):
     num_preemptions: int
     num_leases: int
     max_steps_to_release: int
-    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ..., max_steps_to_release: _Optional[int] = ...) -> None: ...
+    cooling_down: bool
+    num_waiting_realtime: int
+    num_waiting_standard: int
+    num_waiting_batch: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_blocks_pulled: _Optional[int] = ..., draining: _Optional[bool] = ..., num_preemptions: _Optional[int] = ..., num_leases: _Optional[int] = ..., max_steps_to_release: _Optional[int] = ..., cooling_down: _Optional[bool] = ..., num_waiting_realtime: _Optional[int] = ..., num_waiting_standard: _Optional[int] = ..., num_waiting_batch: _Optional[int] = ...) -> None: ...
 
 class GetExpertLoadRequest(_message.Message):
     __slots__ = ()

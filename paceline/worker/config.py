@@ -6,6 +6,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.runtime.config import option
+from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
 
@@ -41,6 +42,9 @@ class WorkerConfig:
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
     num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")
     block_size: int = option(16, "tokens a KV block holds")
+    pinned_prefixes: str = option(
+        "", 'prefixes to keep in the cache: a JSON Lines file, {"token_ids": [..]} a line; empty: none'
+    )
     max_num_batched_tokens: int = option(512, "most tokens computed in one step")
     max_num_seqs: int = option(64, "most sequences in one step")
     policy: str = option(
@@ -77,6 +81,9 @@ class WorkerConfig:
     swap_memory: str = option(
         "", "host memory for the KV of preempted sequences, such as 1GiB; empty: they are computed again"
     )
+    metrics_port: int = option(
+        0, "port of the metrics, on the host of --listen or on loopback; 0: any that is free, -1: none"
+    )
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
@@ -91,6 +98,7 @@ class WorkerConfig:
         if self.num_blocks < 0:
             raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
         check_serving(self)
+        check_metrics_port(self.metrics_port)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         self._check_scheduling()

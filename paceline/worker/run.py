@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
 from kvtransfer.service import KvTransferServicer
 from paceline.core.errors import InvariantError
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.metrics import StatsCollector
+from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
+from paceline.worker.metrics import worker_samples
+from paceline.worker.pinned import pin_unless_stopped, plan_pinned, read_pinned
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -39,16 +44,24 @@ async def _serve(
     config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService, stop: asyncio.Event
 ) -> None:
     server = GrpcServer(config.listen)
+    prefixes = read_pinned(config.pinned_prefixes)
     loaded = await asyncio.to_thread(load_runner, config)
+    plan = plan_pinned(
+        prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
+    )
     async with open_worker(config, loaded) as worker:
         name = add_service(server.grpc, worker)
         add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
-        await server.start([name, *_SHARED_SERVICES])
-        await server.set_serving(serving=True)
-        log.info("serving", address=config.listen)
-        await _until_stopped(worker, stop)
-        await _shut_down(server, worker, config.grace_s)
+        read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
+        worker.metrics.registry.register(StatsCollector(read))
+        async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
+            await pin_unless_stopped(worker, plan, stop)
+            await server.start([name, *_SHARED_SERVICES])
+            await server.set_serving(serving=True)
+            log.info("serving", address=config.listen)
+            await _until_stopped(worker, stop)
+            await _shut_down(server, worker, config.grace_s)
 
 
 async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from paceline.core.request import Priority
 from paceline.runtime.wire_internal import fingerprint_to_proto
 from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from paceline.worker.worker import Worker
@@ -76,6 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _load(self) -> worker_pb2.WatchLoadResponse:
         worker, stats = self._worker, self._worker.engine.stats
+        queues = stats.queues
         return worker_pb2.WatchLoadResponse(
             num_free_blocks=stats.num_free_blocks,
             num_running=stats.num_running,
@@ -87,4 +89,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_preemptions=stats.num_preemptions,
             num_leases=worker.leases.stats().num_active,
             max_steps_to_release=stats.max_steps_to_release,
+            cooling_down=queues.is_cooling,
+            num_waiting_realtime=queues.num_waiting_by_priority[Priority.REALTIME],
+            num_waiting_standard=queues.num_waiting_by_priority[Priority.STANDARD],
+            num_waiting_batch=queues.num_waiting_by_priority[Priority.BATCH],
         )

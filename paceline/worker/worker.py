@@ -24,6 +24,7 @@ from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.config import WorkerConfig
+from paceline.worker.metrics import StepMetrics
 from paceline.worker.runner import LoadedRunner
 from paceline.worker.scheduling import scheduler_config
 
@@ -44,9 +45,13 @@ class Worker:
     leases: LeaseTable
     sender: KVSender
     receiver: KVReceiver
+    metrics: StepMetrics
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     num_blocks_pulled: int = 0
+    # Sequences that hold pinned prefixes for as long as the worker lives, and the blocks that those take.
+    num_pinned: int = 0
+    num_pinned_blocks: int = 0
 
     def require_room_for(self, spec: SequenceSpec) -> None:
         """Raises DrainingError when nothing new is taken, InvariantError for what a router must not send."""
@@ -62,8 +67,8 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is left and nobody may pull blocks any more."""
-        return self.engine.num_sequences == 0 and self.leases.stats().num_active == 0
+        """Whether nobody's sequence is left and nobody may pull blocks any more."""
+        return self.engine.num_sequences == self.num_pinned and self.leases.stats().num_active == 0
 
     async def drain(self, grace_s: float) -> None:
         """Takes nothing new, and returns once all is done, or after `grace_s` seconds."""
@@ -84,9 +89,12 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
     )
     publisher = PrefixPublisher(index, key)
-    failed = asyncio.Event()
+    failed, metrics = asyncio.Event(), StepMetrics(config)
     engine = AsyncEngine(
-        _engine(config, loaded), on_changes=publisher.offer, on_failure=lambda _: failed.set()
+        _engine(config, loaded),
+        on_changes=publisher.offer,
+        on_step=metrics.note_step,
+        on_failure=lambda _: failed.set(),
     )
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
     memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
@@ -102,6 +110,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             leases=leases,
             sender=KVSender(leases, memory, fingerprint, key.boot_epoch),
             receiver=KVReceiver(GrpcTransport(channels, fingerprint), memory, fingerprint),
+            metrics=metrics,
             failed=failed,
         )
     finally:

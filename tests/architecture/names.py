@@ -9,6 +9,7 @@ from pathlib import Path
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 
 from paceline.core import errors
+from paceline.runtime import metrics
 from paceline.v1 import (
     decode_pb2,
     engine_pb2,
@@ -55,7 +56,8 @@ def vocabulary() -> frozenset[str]:
         for path in package_files()
     }
     last_parts = {name.rpartition(".")[2] for name in names}
-    return frozenset(names | last_parts | parameters | modules | log_events() | _reasons())
+    others = log_events() | _reasons() | {metric.name for metric in all_metrics()}
+    return frozenset(names | last_parts | parameters | modules | others)
 
 
 @cache
@@ -67,6 +69,11 @@ def log_events() -> frozenset[str]:
     logged = [call.args[0] for call in calls if ast.unparse(call.func) in _LOG_CALLS]
     assert all(isinstance(event, ast.Constant) for event in logged), "an event's name is written out"
     return frozenset(str(event.value) for event in logged if isinstance(event, ast.Constant))
+
+
+def all_metrics() -> list[metrics.Metric]:
+    """Every metric that the code names."""
+    return [value for value in vars(metrics).values() if isinstance(value, metrics.Metric)]
 
 
 def _reasons() -> frozenset[str]:

@@ -12,7 +12,7 @@ from paceline.launcher.config import UpConfig
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 from tests.architecture.documents import ROOT, Document, code_in, read
-from tests.architecture.names import log_events, tree_of
+from tests.architecture.names import all_metrics, log_events, tree_of
 from tests.architecture.settings import defaults_of
 
 OPERATIONS = read("docs/operations.md")
@@ -73,6 +73,14 @@ def test_every_log_event_is_explained() -> None:
     """docs/operations.md lists exactly the events that the code logs."""
     listed = {event for cells in OPERATIONS.section("Logs").rows() for event in code_in(cells[0])}
     assert listed == log_events()
+
+
+def test_every_metric_is_explained() -> None:
+    """docs/operations.md lists exactly the metrics that the code names, with kind and labels."""
+    rows = list(OPERATIONS.section("Metrics").rows())
+    listed = {(code_in(cells[0])[0], cells[1], tuple(code_in(cells[2]))) for cells in rows}
+    assert len(listed) == len(rows)
+    assert listed == {(metric.name, metric.kind, metric.labels) for metric in all_metrics()}
 
 
 def test_every_decision_is_in_the_list() -> None:

@@ -71,7 +71,8 @@ REFUSALS: dict[str, tuple[bytes, grpc.StatusCode, str]] = {
     "21 logprobs": (request(logprobs=generation_pb2.LogprobOptions(num_top=21)), INVALID, "BAD_SAMPLING"),
     "bias on an unknown token": (sampling(logit_bias={VOCAB_SIZE: 1.0}), INVALID, "BAD_SAMPLING"),
     "min_tokens over max_tokens": (stopping(min_tokens=9, max_tokens=8), INVALID, "BAD_STOP"),
-    "priority": (request(priority=inference_pb2.PRIORITY_BATCH), NOT_BUILT, "NOT_BUILT"),
+    "unknown priority": (request(priority=99), INVALID, "BAD_SAMPLING"),
+    "public prefix": (request(cache=inference_pb2.CacheOptions(public_prefix="x")), NOT_BUILT, "NOT_BUILT"),
 }
 
 

@@ -1,8 +1,10 @@
 """What a cluster's processes are told, and that a LocalCluster leaves nothing behind."""
 
 import asyncio
+import contextlib
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,9 +12,10 @@ import pytest
 import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.cluster import Layout, LocalCluster, router_command, worker_command
+from paceline.launcher.cluster import LocalCluster, router_command, worker_command
 from paceline.launcher.config import UpConfig
-from paceline.launcher.probes import free_port, without_password
+from paceline.launcher.layout import Layout, metrics_ports
+from paceline.launcher.probes import free_port, listening, without_password
 from paceline.launcher.supervisor import RestartPolicy
 
 
@@ -20,6 +23,16 @@ def _layout(config: UpConfig) -> Layout:
     return Layout(
         config, Path("/m"), Path("/r"), 7, config.kv_bytes_per_worker(free_bytes=4 << 30, weights_bytes=0)
     )
+
+
+def _consecutive_ports(count: int) -> int:
+    """The first of so many ports that nobody listens on."""
+    while True:
+        with contextlib.suppress(ConfigError), contextlib.ExitStack() as held:
+            first = held.enter_context(listening("127.0.0.1", 0, ""))
+            for offset in range(1, count):
+                held.enter_context(listening("127.0.0.1", first + offset, ""))
+            return first
 
 
 def _flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -47,6 +60,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--max-model-len": "99",
         "--kv-memory": "429496729B",
         "--runner": "torch",
+        "--metrics-port": "-1",
     }
 
 
@@ -60,7 +74,45 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--prefill": "unix:/r/prefill-0.sock,unix:/r/prefill-1.sock",
         "--decode": "unix:/r/decode-0.sock",
         "--disaggregate": "always",
+        "--metrics-port": "-1",
     }
+
+
+def test_every_process_has_a_port_for_its_metrics() -> None:
+    """The router has the one that was asked for, the workers those after it; each is told its own, and where it is."""
+    free = _consecutive_ports(3)
+    config = UpConfig(topology="1P1D", metrics_port=free)
+    ports = metrics_ports(config)
+    assert ports == {"router": free, "prefill-0": free + 1, "decode-0": free + 2}
+    layout = replace(_layout(config), metrics_ports=ports)
+    assert _flags(router_command(layout))["--metrics-port"] == str(free)
+    assert _flags(worker_command(layout, "decode-0"))["--metrics-port"] == str(free + 2)
+    assert layout.metrics_addresses["decode-0"] == f"127.0.0.1:{free + 2}"
+
+
+def test_any_ports_are_different_ones_and_none_is_none() -> None:
+    """0 finds a free one for each process, -1 none for anybody."""
+    ports = metrics_ports(UpConfig(topology="3P4D"))
+    assert len(set(ports.values())) == len(ports) == 8
+    assert metrics_ports(UpConfig(metrics_port=-1)) == {}
+    assert _layout(UpConfig(metrics_port=-1)).metrics_addresses == {}
+
+
+def test_a_port_for_metrics_that_is_taken_is_refused() -> None:
+    """The one that is taken is named, also when it is a worker's."""
+    free = _consecutive_ports(3)
+    with (
+        socket.create_server(("127.0.0.1", free + 2)),
+        pytest.raises(ConfigError, match=rf"port {free + 2} on .* is in use; .* --metrics-port"),
+    ):
+        metrics_ports(UpConfig(metrics_port=free))
+
+
+@pytest.mark.parametrize(("host", "there"), [("0.0.0.0", "127.0.0.1:9"), ("::", "[::1]:9")])
+def test_where_to_scrape_a_router_that_listens_everywhere(host: str, there: str) -> None:
+    """On loopback, as it is called; its workers are on loopback anyway."""
+    layout = replace(_layout(UpConfig(host=host)), metrics_ports={"router": 9, "decode-0": 10})
+    assert layout.metrics_addresses == {"router": there, "decode-0": "127.0.0.1:10"}
 
 
 def test_a_tier_without_workers_is_left_out() -> None:

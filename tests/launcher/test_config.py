@@ -50,7 +50,17 @@ def test_always_disaggregating_needs_a_prefill_worker() -> None:
     assert UpConfig(topology="0P1D").shape.num_prefill == 0
 
 
-@pytest.mark.parametrize("wrong", [{"port": 65536}, {"port": -1}, {"threads": -1}, {"grace_s": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 65536},
+        {"port": -1},
+        {"metrics_port": -2},
+        {"metrics_port": 65534},
+        {"threads": -1},
+        {"grace_s": 0.0},
+    ],
+)
 def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     """A port, thread count or duration that cannot be is refused."""
     with pytest.raises(ConfigError):

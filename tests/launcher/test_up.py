@@ -1,6 +1,8 @@
 """The command `up`, as a user meets it: its lines, its exit status, and what it leaves behind."""
 
+import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -82,6 +84,19 @@ def test_it_says_what_it_holds(up: Up) -> None:
     assert "1,000 tokens, prompt and output together; the model could take 8,192" in _until(
         process, "  longest"
     )
+
+
+def test_it_says_where_the_metrics_are(up: Up) -> None:
+    """An address for each process comes with ready; without metrics there is no such line."""
+    process = up()
+    _until(process, "ready: ")
+    for name in ("router", "prefill-0", "decode-0"):
+        line = _until(process, "  metrics of ")
+        assert re.fullmatch(rf"  metrics of {name}: http://127\.0\.0\.1:\d+/metrics\n", line)
+    silent = up("--metrics-port", "-1")
+    assert silent.stdout is not None
+    lines = itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), silent.stdout)
+    assert not [line for line in lines if "metrics of" in line]
 
 
 def test_a_signal_while_starting_ends_it_too(up: Up) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -20,7 +21,7 @@ from paceline.core.errors import (
 )
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
-from paceline.core.request import BootEpoch, FinishReason, SequenceSpec, WorkerId
+from paceline.core.request import BootEpoch, FinishReason, Priority, SequenceSpec, WorkerId
 from paceline.v1.prefill_pb2 import PrefillResponse
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from tests.factories import BLOCK_SIZE, FINGERPRINT, make_spec
@@ -108,21 +109,35 @@ async def test_a_local_request_takes_the_decode_tier_only() -> None:
 
 
 async def test_workers_get_the_whole_of_the_request() -> None:
-    """Sampling, limits, scope and what is left of the deadline reach both tiers."""
-    spec = make_spec("r", (1, 2, 3), stop_token_ids=(7,), ignore_eos=True, cache_scope="tenant", max_tokens=3)
-    async with scripted_cluster() as cluster:
-        await cluster.run(cluster.job(spec, deadline_s=cluster.clock() + 60))
-    expected = make_spec(
+    """Sampling, limits, scope, class, tenant and what is left of the deadline reach both tiers."""
+    spec = make_spec(
         "r",
         (1, 2, 3),
         stop_token_ids=(7,),
         ignore_eos=True,
         cache_scope="tenant",
         max_tokens=3,
-        time_budget_s=60.0,
+        priority=Priority.REALTIME,
+        tenant="acme",
     )
+    async with scripted_cluster() as cluster:
+        await cluster.run(cluster.job(spec, deadline_s=cluster.clock() + 60))
+    expected = replace(spec, time_budget_s=60.0)
     assert cluster.prefill[0].prefills == [expected]
     assert cluster.decode[0].submits == [(expected, True)]
+
+
+async def test_class_and_tenant_survive_a_loss() -> None:
+    """Whoever goes on after a prefill and a decode were lost treats the request like those before."""
+    spec = make_spec("r", SPEC.prompt_ids, max_tokens=6, priority=Priority.BATCH, tenant="acme")
+    async with scripted_cluster() as cluster:
+        cluster.prefill[0].prefill_scripts.append(prefill_that(started, then=KvLostError("gone")))
+        cluster.decode[0].decode_scripts += [decode_that(), decode_that(3, failed(KvLostError("gone")))]
+        events = await cluster.run(cluster.job(spec))
+    assert token_ids(events) == WHOLE
+    sent = [*cluster.prefill[0].prefills, *(submitted for submitted, _ in cluster.decode[0].submits)]
+    assert {each.sequence_id.attempt for each in sent} == {0, 1, 2}
+    assert {(each.priority, each.tenant) for each in sent} == {(Priority.BATCH, "acme")}
 
 
 async def test_a_first_token_that_ends_the_request_is_all() -> None:

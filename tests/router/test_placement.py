@@ -154,6 +154,36 @@ def test_of_equal_batches_the_one_that_needs_least_to_travel() -> None:
     assert _place(_prompt(d0=2, d1=3))[1] == "d1"
 
 
+# -- who asks for less work
+
+
+def test_a_cooling_worker_comes_after_the_others() -> None:
+    """However short its batch or queue and whatever it holds, of either tier; without cooling it would be chosen."""
+    for is_cooling, chosen in ((False, ("p0", "d0")), (True, ("p1", "d1"))):
+        prefill = [
+            make_worker("p0", cooling_down=is_cooling),
+            make_worker("p1", num_pending_tokens=500),
+        ]
+        decode = [
+            make_worker("d0", cooling_down=is_cooling),
+            make_worker("d1", num_running=20, num_free_blocks=0),
+        ]
+        assert _place(_prompt(p0=9, d0=9), prefill=prefill, decode=decode) == chosen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_when_all_cool_the_choice_is_what_it_was(mode: DisaggregateMode) -> None:
+    """Nobody is refused for it."""
+    prefill = [make_worker("p0", num_pending_tokens=9), make_worker("p1")]
+    decode = [make_worker("d0", num_running=9), make_worker("d1", num_running=2)]
+    cool_prefill, cool_decode = (
+        [replace(worker, cooling_down=True) for worker in tier] for tier in (prefill, decode)
+    )
+    chosen = _place(_prompt(), cool_prefill, cool_decode, mode)
+    assert chosen == _place(_prompt(), prefill, decode, mode)
+    assert chosen[1] == "d1"
+
+
 # -- hints are only hints
 
 
@@ -181,6 +211,7 @@ def _worker(name: str) -> st.SearchStrategy[WorkerView]:
         num_pending_tokens=numbers,
         num_assigned_tokens=numbers,
         draining=st.booleans(),
+        cooling_down=st.booleans(),
     )
 
 

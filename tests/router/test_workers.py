@@ -42,14 +42,16 @@ async def test_workers_are_known_by_their_own_words() -> None:
 
 
 async def test_load_reports_are_taken_over() -> None:
-    """The last report counts, draining included."""
+    """The last report counts, draining and cooling down included."""
     async with scripted_cluster() as cluster:
         cluster.prefill[0].report(num_free_blocks=3, num_running=2, num_waiting=1, num_pending_tokens=9)
         await _until_view(
             cluster, "prefill-0", num_free_blocks=3, num_running=2, num_waiting=1, num_queued_tokens=9
         )
         cluster.prefill[0].report(draining=True)
-        await _until_view(cluster, "prefill-0", draining=True, num_running=0)
+        await _until_view(cluster, "prefill-0", draining=True, num_running=0, cooling_down=False)
+        cluster.prefill[0].report(cooling_down=True)
+        await _until_view(cluster, "prefill-0", draining=False, cooling_down=True)
 
 
 async def test_a_worker_that_dies_is_gone_and_comes_back_as_another() -> None:

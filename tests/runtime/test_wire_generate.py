@@ -15,7 +15,7 @@ from paceline.core.errors import (
     PacelineError,
     PromptTooLongError,
 )
-from paceline.core.request import ChatMessage, Request
+from paceline.core.request import ChatMessage, Priority, Request
 from paceline.runtime.wire import MAX_UINT32, check_prompt_logprobs, parse_generate, parse_tokenize
 from paceline.v1 import generation_pb2, inference_pb2
 from tests.factories import make_limits
@@ -280,11 +280,37 @@ def test_the_longest_entries_are_as_long_as_they_are_thought_to_be() -> None:
     assert 15_303 * (two - one) + rest.ByteSize() + 16 < 4 << 20
 
 
+# -- priority
+
+
+@pytest.mark.parametrize(
+    ("proto", "priority"),
+    [
+        (inference_pb2.PRIORITY_UNSPECIFIED, Priority.STANDARD),
+        (inference_pb2.PRIORITY_REALTIME, Priority.REALTIME),
+        (inference_pb2.PRIORITY_STANDARD, Priority.STANDARD),
+        (inference_pb2.PRIORITY_BATCH, Priority.BATCH),
+    ],
+)
+def test_a_priority_is_taken(proto: inference_pb2.Priority, priority: Priority) -> None:
+    """Each class of the contract is one of ours, and whoever says nothing is the usual one."""
+    assert _parse(Generate(text="x", priority=proto)).priority is priority
+
+
+@pytest.mark.parametrize("number", [4, -1, 2**31 - 1])
+def test_a_number_that_no_priority_has_is_refused(number: int) -> None:
+    """A newer client's class is not taken for another one; the refusal says which there are."""
+    message = Generate(text="x")
+    message.priority = number  # type: ignore[assignment] # what the wire can carry
+    with pytest.raises(BadSamplingError, match=f"is {number}, which is none of .*PRIORITY_BATCH") as caught:
+        _parse(message)
+    assert caught.value.facts() == {"field": "priority"}
+
+
 # -- nothing is silently ignored
 
 # A value other than the default for every field that is not built yet, and how the refusal names it.
 UNBUILT = {
-    "GenerateRequest.priority": (Generate(priority=inference_pb2.PRIORITY_BATCH), "priority"),
     "CacheOptions.public_prefix": (
         Generate(cache=inference_pb2.CacheOptions(public_prefix="")),
         "cache.public_prefix",
@@ -293,6 +319,10 @@ UNBUILT = {
 # Two messages for every field that is honoured: what they become differs.
 BUILT = {
     "GenerateRequest.n": (Generate(text="x"), Generate(text="x", n=2)),
+    "GenerateRequest.priority": (
+        Generate(text="x"),
+        Generate(text="x", priority=inference_pb2.PRIORITY_BATCH),
+    ),
     "GenerateRequest.client_request_id": (Generate(text="x"), Generate(text="x", client_request_id="mine")),
     "GenerateRequest.text": (Generate(text="x"), Generate(text="y")),
     "GenerateRequest.token_ids": (_ids(1), _ids(2)),

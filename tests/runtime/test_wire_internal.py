@@ -16,6 +16,7 @@ from paceline.core.request import (
     FinishReason,
     FirstToken,
     LeaseId,
+    Priority,
     RequestId,
     SamplingParams,
     SequenceId,
@@ -32,12 +33,14 @@ from paceline.runtime.wire_internal import (
     first_token_from_proto,
     first_token_to_proto,
     logprob_to_proto,
+    priority_from_proto,
+    priority_to_proto,
     spec_from_proto,
     spec_to_proto,
     ticket_from_proto,
     ticket_to_proto,
 )
-from paceline.v1 import engine_pb2, generation_pb2
+from paceline.v1 import engine_pb2, generation_pb2, inference_pb2
 from tests.factories import FINGERPRINT, make_spec, make_ticket
 
 Uint32 = st.integers(0, 2**32 - 1)
@@ -83,6 +86,8 @@ Specs = st.builds(
     bypass_cache=st.booleans(),
     cache_scope=Text,
     time_budget_s=st.none() | st.floats(-10, 1e6),
+    priority=st.sampled_from(Priority),
+    tenant=Text,
 )
 
 
@@ -132,6 +137,23 @@ def test_every_finish_reason_has_a_number_and_every_number_a_reason() -> None:
         assert finish_reason_from_proto(finish_reason_to_proto(reason)) is reason
 
 
+def test_every_priority_has_a_number_and_every_number_a_priority() -> None:
+    """Ours and the contract's are the same, and only unspecified stands for another one."""
+    numbers = {priority_to_proto(priority): priority for priority in Priority}
+    assert {inference_pb2.PRIORITY_UNSPECIFIED, *numbers} == set(inference_pb2.Priority.values())
+    assert {proto: priority_from_proto(proto) for proto in numbers} == numbers
+
+
+def test_a_priority_that_no_router_sends_is_our_own_bug() -> None:
+    """A number without a class is refused as INVARIANT; none at all is the usual class."""
+    sequence = engine_pb2.SequenceSpec(prompt_ids=[1], max_tokens=1, candidates=[0])
+    context = engine_pb2.CallContext(request_id="r")
+    assert spec_from_proto(context, sequence).priority is Priority.STANDARD
+    context.priority = 99  # type: ignore[assignment] # what the wire can carry
+    with pytest.raises(InvariantError, match="unknown priority, 99"):
+        spec_from_proto(context, sequence)
+
+
 LOGPROB = TokenLogprob(7, -0.5, ((7, -0.5), (8, -1.5)))
 FIRST = FirstToken(7, FinishReason.EOS, LOGPROB, candidate=2)
 
@@ -167,6 +189,8 @@ def test_context_and_sequence_carry_every_field_of_a_spec() -> None:
         bypass_cache=True,
         cache_scope="tenant",
         time_budget_s=5.0,
+        priority=Priority.REALTIME,
+        tenant="acme",
     )
     context, sequence = spec_to_proto(spec)
     for message in (context, sequence):

@@ -1,13 +1,14 @@
 """What both tiers share: a worker's facts, load, bounds and end."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import DrainingError, InvariantError
-from paceline.core.request import SequenceSpec
+from paceline.core.request import Priority, SequenceSpec
 from paceline.engine.events import Event, NewTokens
 from paceline.engine.fake import FakeModelRunner
 from paceline.engine.sequence import SequenceRole
@@ -52,6 +53,46 @@ async def test_load_is_reported_at_once_and_when_it_changes(tiny_tokenizer_dir: 
         await stub.Drain(worker_pb2.DrainRequest(), timeout=10)
         assert (await anext(reports)).draining
         await channels.aclose()
+
+
+async def test_the_load_says_who_waits(tiny_tokenizer_dir: Path) -> None:
+    """Sequences that have not begun are reported by their class; those that have are not among them."""
+    channels, runner = Channels(), GatedRunner(FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE))
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE, runner=runner) as worker:
+        stub = WorkerServiceStub(channels.get(worker.address))
+        runner.close()
+        for number in range(8):  # as many as there are seats
+            worker.engine.submit(make_spec(f"{number}", (1,), ignore_eos=True), SequenceRole.GENERATE, _deaf)
+        await runner.until_arrived()
+        for number, priority in enumerate((Priority.REALTIME, Priority.BATCH, Priority.BATCH)):
+            spec = make_spec(f"late-{number}", (1,), priority=priority)
+            worker.engine.submit(spec, SequenceRole.GENERATE, _deaf)
+        for _ in range(2):
+            runner.let_one_pass()
+            await runner.until_arrived()
+        load = await anext(aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest())))
+        waiting = (load.num_waiting_realtime, load.num_waiting_standard, load.num_waiting_batch)
+        runner.open()
+    await channels.aclose()
+    assert waiting == (1, 0, 2)
+
+
+def _deaf(events: Sequence[Event]) -> None:
+    """Hears nothing."""
+
+
+async def test_a_worker_that_cools_asks_for_less(tiny_tokenizer_dir: Path) -> None:
+    """The load says what the engine says."""
+    channels = Channels()
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE) as worker:
+        stub = WorkerServiceStub(channels.get(worker.address))
+        reports = aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest()))
+        told = [(await anext(reports)).cooling_down]
+        stats = worker.engine.stats
+        worker.engine.stats = replace(stats, queues=replace(stats.queues, is_cooling=True))
+        told.append((await anext(reports)).cooling_down)
+        await channels.aclose()
+    assert told == [False, True]
 
 
 @pytest.mark.parametrize(

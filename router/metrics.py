@@ -1,0 +1,142 @@
+"""The router's metrics: what the dispatcher says about each request, observed on its way, and what the parts count."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from paceline.prefix_index.index import PrefixIndex
+from paceline.runtime import metrics
+from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
+from paceline.v1 import inference_pb2
+from router.admission import AdmissionController
+from router.job import DispatchEvent, Job, Placed, PromptComputed, RequestRunner, Tokens
+from router.service import InferenceServicer
+from router.workers import WorkerRegistry
+
+_TIERS = {"prefill": inference_pb2.WORKER_ROLE_PREFILL, "decode": inference_pb2.WORKER_ROLE_DECODE}
+
+
+class RequestMetrics:
+    """What is observed of requests; at most one observation a token."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ttft, itl, tpot = (
+            histogram(metric, self.registry) for metric in (metrics.TTFT, metrics.ITL, metrics.TPOT)
+        )
+        self.ttft = {priority: ttft.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.itl = {priority: itl.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.tpot = {priority: tpot.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.attempts = counter(metrics.ATTEMPTS, self.registry)
+        self.migrations = counter(metrics.MIGRATIONS, self.registry)
+        self.prompt_tokens = counter(metrics.PROMPT_TOKENS, self.registry)
+        self.cached_prompt_tokens = counter(metrics.CACHED_PROMPT_TOKENS, self.registry)
+        self.output_tokens = counter(metrics.OUTPUT_TOKENS, self.registry)
+
+
+class InstrumentedDispatcher:
+    """Passes everything on from the next one and observes it."""
+
+    def __init__(self, next_runner: RequestRunner, observed: RequestMetrics) -> None:
+        self._next = next_runner
+        self._observed = observed
+
+    async def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
+        """The next one's events."""
+        watch = _Watch(job, self._observed)
+        try:
+            async with aclosing(self._next.run(job)) as events:
+                async for event in events:
+                    watch.take(event)
+                    yield event
+        finally:
+            watch.end()
+
+
+@dataclass(slots=True)
+class _Output:
+    """The tokens of one candidate so far."""
+
+    first_s: float
+    last_s: float
+    num_tokens: int
+
+
+class _Watch:
+    """Follows one request."""
+
+    def __init__(self, job: Job, observed: RequestMetrics) -> None:
+        self._job = job
+        self._observed = observed
+        self._priority = job.spec.priority
+        self._outputs: dict[int, _Output] = {}
+        self._is_prompt_counted = False
+
+    def take(self, event: DispatchEvent) -> None:
+        match event:
+            case Tokens():
+                self._take_tokens(event)
+            case PromptComputed():
+                self._take_prompt(event)
+            case Placed():
+                self._take_placed(event)
+            case _:
+                pass
+
+    def end(self) -> None:
+        """Nothing more comes. What was cut off has no mean that says anything."""
+        for candidate, output in self._outputs.items():
+            if output.num_tokens > 1 and candidate not in self._job.unfinished:
+                mean_s = (output.last_s - output.first_s) / (output.num_tokens - 1)
+                self._observed.tpot[self._priority].observe(mean_s)
+
+    def _take_tokens(self, event: Tokens) -> None:
+        if not event.token_ids:
+            return
+        now_s = self._job.timeline.clock()
+        self._observed.output_tokens.inc(len(event.token_ids))
+        output = self._outputs.get(event.candidate)
+        if output is None:
+            if not self._outputs:
+                self._observed.ttft[self._priority].observe(now_s - self._job.timeline.received_s)
+            self._outputs[event.candidate] = _Output(now_s, now_s, len(event.token_ids))
+            return
+        self._observed.itl[self._priority].observe(now_s - output.last_s)
+        output.last_s = now_s
+        output.num_tokens += len(event.token_ids)
+
+    def _take_prompt(self, event: PromptComputed) -> None:
+        # Later attempts compute it again, mostly out of the cache of what the first one left.
+        if not self._is_prompt_counted:
+            self._is_prompt_counted = True
+            self._observed.prompt_tokens.inc(len(self._job.spec.prompt_ids))
+            self._observed.cached_prompt_tokens.inc(event.num_cached_tokens)
+
+    def _take_placed(self, event: Placed) -> None:
+        self._observed.attempts.labels("local" if event.is_local else "disaggregated").inc()
+        if event.attempt > 0:
+            self._observed.migrations.labels(event.reason).inc()
+
+
+def router_samples(
+    service: InferenceServicer, admission: AdmissionController, index: PrefixIndex, registry: WorkerRegistry
+) -> list[Sample]:
+    """What the router's parts say of themselves now."""
+    door, table = admission.stats(), index.stats()
+    views = {tier: registry.views(role) for tier, role in _TIERS.items()}
+    return [
+        *(Sample(metrics.REQUESTS, number, (end,)) for end, number in service.stats().num_ended.items()),
+        Sample(metrics.REQUESTS_ACTIVE, door.num_active),
+        Sample(metrics.REQUESTS_ADMITTED, door.num_admitted),
+        Sample(metrics.REQUESTS_REFUSED, door.num_refused),
+        Sample(metrics.INDEX_SHARED, index.mode == "redis"),
+        Sample(metrics.INDEX_LOOKUPS, table.num_lookups),
+        Sample(metrics.INDEX_FAILURES, table.num_failures),
+        *(Sample(metrics.WORKERS, len(seen), (tier,)) for tier, seen in views.items()),
+        *(
+            Sample(metrics.WORKERS_COOLING, sum(view.cooling_down for view in seen), (tier,))
+            for tier, seen in views.items()
+        ),
+    ]
