@@ -8,16 +8,16 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.fit import add_lab_flags, fit_of, lab_of, numbers_of, print_fit, say
 from benchmarks.simulator.cluster import simulate
-from benchmarks.simulator.cost import TEXTBOOK
-from benchmarks.simulator.measure import Cell, Lab, grid, measure_round, medians
+from benchmarks.simulator.cost import TEXTBOOK, CostModel
+from benchmarks.simulator.measure import Cell, Lab, StepSample, grid, measure_round, medians
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.real_run import run_real
 from benchmarks.simulator.records import RequestRecord
 from benchmarks.simulator.report import Quantiles
+from benchmarks.simulator.slo import percentile
 from benchmarks.simulator.spec import ClusterSpec, scheduler_config
 from benchmarks.simulator.trace import Trace
 from paceline.launcher.config import Topology
@@ -43,14 +43,15 @@ def main(argv: Sequence[str]) -> int:
     found = fit_of(medians(rounds), lab, name)
     print_fit(found)
     simulated = simulate(trace, spec, found.model, vocab_size=lab.vocab_size)
-    errors = _compare(real, simulated.requests)
-    numbers = {**errors, "sim_requests_per_s": _speed(args.sim_requests), "fit": numbers_of(found)}
+    errors = _compare(real.requests, simulated.requests)
+    steps = _step_errors(real.steps, found.model)
+    numbers = {**errors, **steps, "sim_requests_per_s": _speed(args.sim_requests), "fit": numbers_of(found)}
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _rounds(lab: Lab, cells: Sequence[Cell]) -> list[Any]:
+def _rounds(lab: Lab, cells: Sequence[Cell]) -> list[list[StepSample]]:
     say(f"measuring {len(cells)} kinds of steps")
     return [measure_round(lab, cells) for _ in range(_ROUNDS_EACH_SIDE)]
 
@@ -82,6 +83,15 @@ def _compare(real: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) 
                 f"{label:<10}{measured * 1e3:>9.1f} ms{predicted * 1e3:>9.1f} ms{predicted / measured - 1:>+10.1%}"
             )
     return errors
+
+
+def _step_errors(steps: Sequence[StepSample], model: CostModel) -> dict[str, float]:
+    """How far the cost model is from each step of the real run; what is beyond it is the simulator's own error."""
+    errors = [model.step_s(step.work) / step.duration_s - 1 for step in steps]
+    total = sum(model.step_s(step.work) for step in steps) / sum(step.duration_s for step in steps) - 1
+    found = {"step_error_p50": percentile(errors, 0.5), "step_error_total": total}
+    print(f"{len(steps)} steps of the real run: {found['step_error_p50']:+.1%} at p50, {total:+.1%} in all")
+    return found
 
 
 def _ttfts(records: Sequence[RequestRecord]) -> list[float]:

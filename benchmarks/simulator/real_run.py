@@ -1,17 +1,21 @@
 """The real engine on a real model, in real time, under a trace: what a simulation has to be measured against."""
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.simulator.measure import Lab
+from benchmarks.simulator.cost import TEXTBOOK
+from benchmarks.simulator.measure import Lab, StepSample
 from benchmarks.simulator.records import RequestRecord
+from benchmarks.simulator.runner import CostedRunner, VirtualClock
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.trace import Trace, TraceRequest, spec_of
 from paceline.core.errors import InvariantError
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, StepResult
 from paceline.engine.events import Event, Failed, NewTokens, Started
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import SequenceRole
@@ -44,22 +48,48 @@ class _Listener:
                     pass
 
 
-def run_real(trace: Trace, spec: ClusterSpec, lab: Lab) -> tuple[RequestRecord, ...]:
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """What came of it: the requests as a client sees them, and each step of the engine."""
+
+    requests: tuple[RequestRecord, ...]
+    steps: tuple[StepSample, ...]
+
+
+class _TimedEngine(Engine):
+    """Notes how long each step took, and of what it was."""
+
+    def __init__(self, scheduler: Scheduler, runner: CostedRunner) -> None:
+        super().__init__(scheduler, runner)
+        self.samples: list[StepSample] = []
+        self._costed = runner
+
+    def step(self) -> StepResult:
+        start_s = time.perf_counter()
+        result = super().step()
+        if not result.idle:
+            self.samples.append(StepSample(self._costed.work, time.perf_counter() - start_s))
+        return result
+
+
+def run_real(trace: Trace, spec: ClusterSpec, lab: Lab) -> RealRun:
     """The trace on one worker of `spec`'s decode tier; takes as long as the trace."""
     return asyncio.run(_run(trace, spec, lab))
 
 
-async def _run(trace: Trace, spec: ClusterSpec, lab: Lab) -> tuple[RequestRecord, ...]:
+async def _run(trace: Trace, spec: ClusterSpec, lab: Lab) -> RealRun:
     pool = BlockPool(spec.num_blocks, spec.block_size, lab.layout.groups)
-    scheduler = Scheduler(spec.decode, pool, lab.runner.memory)
-    engine = AsyncEngine(Engine(scheduler, lab.runner), on_changes=lambda _: None, on_failure=lambda _: None)
+    # The clock that it moves is nobody's: what is wanted is that it tells the work of each step.
+    runner = CostedRunner(lab.runner, TEXTBOOK, VirtualClock())
+    timed = _TimedEngine(Scheduler(spec.decode, pool, runner.memory), runner)
+    engine = AsyncEngine(timed, on_changes=lambda _: None, on_failure=lambda _: None)
     engine.start()
     try:
         start_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             request = partial(_request, engine, lab.vocab_size, start_s)
             tasks = [group.create_task(request(number, each)) for number, each in enumerate(trace.requests)]
-        return tuple(task.result() for task in tasks)
+        return RealRun(tuple(task.result() for task in tasks), tuple(timed.samples))
     finally:
         await engine.stop()
 
