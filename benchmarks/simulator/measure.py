@@ -45,7 +45,7 @@ class Cell:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     budget: int = 512
-    num_steps: int = 4
+    num_steps: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def grid(max_num_seqs: int, max_num_batched_tokens: int, max_context: int) -> li
         *(Cell(num_prompts=1, num_prompt_tokens=max_context, budget=chunk) for chunk in chunks[-2:]),
         *(Cell(num_prompts=4, num_prompt_tokens=chunk, budget=4 * chunk) for chunk in chunks[:-2]),
         *(
-            Cell(batch, contexts[-1], 1, chunk, budget=batch + chunk)
-            for batch, chunk in itertools.product(batches[1::2], chunks[1::2])
+            Cell(batch, context, 1, chunk, budget=batch + chunk)
+            for batch, context, chunk in itertools.product(batches[1::2], contexts[-2:], chunks[1::2])
         ),
     ]
 

@@ -68,3 +68,11 @@ class ClusterSpec:
         return replace(
             self, prefill=replace(self.prefill, **settings), decode=replace(self.decode, **settings)
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """What a plan is about: the shape, and the settings as they stand in a config file."""
+        settings = {"topology": str(self.topology), "block_size": self.block_size}
+        for name in ("max_num_batched_tokens", "watermark"):
+            if hasattr(self.decode, name):
+                settings[name] = getattr(self.decode, name)
+        return settings
