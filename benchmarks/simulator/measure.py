@@ -74,19 +74,23 @@ def open_lab(directory: Path, dtype: str, block_size: int, num_kv_tokens: int) -
     return Lab(runner, loaded.layout, num_blocks, loaded.vocab_size)
 
 
-def grid(max_num_seqs: int, max_num_batched_tokens: int, max_context: int) -> list[Cell]:
-    """Cells up to these limits: decodes alone, prompts alone, and both together."""
-    batches = _powers(1, max_num_seqs, 2)
-    contexts = _powers(64, max_context, 4)
-    chunks = _powers(16, max_num_batched_tokens, 2)
+def grid(max_num_seqs: int, max_num_batched_tokens: int, max_context: int, factor: int = 2) -> list[Cell]:
+    """Cells up to these limits, sizes `factor` apart: decodes alone, prompts alone, and both together."""
+    batches = _powers(1, max_num_seqs, factor)
+    contexts = _powers(64, max_context, 2 * factor)
+    chunks = _powers(16, max_num_batched_tokens, factor)
     return [
         *(Cell(batch, context) for batch, context in itertools.product(batches, contexts)),
         *(Cell(num_prompts=1, num_prompt_tokens=chunk, budget=chunk) for chunk in chunks),
-        *(Cell(num_prompts=1, num_prompt_tokens=max_context, budget=chunk) for chunk in chunks[-2:]),
-        *(Cell(num_prompts=4, num_prompt_tokens=chunk, budget=4 * chunk) for chunk in chunks[:-2]),
+        *(Cell(num_prompts=1, num_prompt_tokens=max_context, budget=chunk) for chunk in chunks[-1:]),
+        *(
+            Cell(num_prompts=4, num_prompt_tokens=chunk, budget=4 * chunk)
+            for chunk in chunks
+            if 4 * chunk <= max_num_batched_tokens
+        ),
         *(
             Cell(batch, context, 1, chunk, budget=batch + chunk)
-            for batch, context, chunk in itertools.product(batches[1::2], contexts[-2:], chunks[1::2])
+            for batch, context, chunk in itertools.product(batches[::-2], contexts[-1:], chunks[::-2])
         ),
     ]
 
