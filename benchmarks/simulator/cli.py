@@ -123,7 +123,7 @@ def _sweep(scene: Scene, args: argparse.Namespace) -> int:
     for point in sweep(scene.trace, scene.cluster, scene.cost):
         points.append(point)
         say(f"{point.setting} {point.value}: {point.host_s:.1f} s")
-    print(sweep_table(points, ClusterSpec()))
+    print(sweep_table(points, ClusterSpec(), scene.cost))
     write_json(args.json, {"points": [point.as_json() for point in points]})
     return 0
 
