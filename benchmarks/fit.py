@@ -4,22 +4,26 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from benchmarks.simulator.cost import CostModel
 from benchmarks.simulator.fitting import COEFFICIENTS, Fit, fit
 from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round, medians, open_lab
+from benchmarks.simulator.real_cluster import probe_cluster
+from paceline.launcher.config import Topology
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the numbers and how well they fit; always 0."""
     args = parser().parse_args(argv)
-    lab, name = lab_of(args)
+    lab, directory = lab_of(args)
+    name = directory.name
     cells = grid(args.max_num_seqs, args.max_num_batched_tokens, args.max_context)
     say(f"{name}: {len(cells)} kinds of steps, {args.rounds} rounds and one to warm up")
     measure_round(lab, cells)
@@ -29,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
         say(f"round {number + 1} of {args.rounds}")
     samples = medians(rounds)
     found = fit_of(samples, lab, name)
+    if args.cluster:
+        say("probing a cluster of fake runners for what goes on outside of the engines")
+        found = replace(found, model=_with_overheads(found.model, directory, lab))
     print_fit(found)
     print_worst(found, samples)
     if args.json:
@@ -45,13 +52,13 @@ def add_lab_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, for programs")
 
 
-def lab_of(args: argparse.Namespace) -> tuple[Lab, str]:
-    """The model loaded, and its name."""
+def lab_of(args: argparse.Namespace) -> tuple[Lab, Path]:
+    """The model loaded, and where it is."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
     torch.set_num_threads(args.threads)
     directory = args.model or resolve_model(DEFAULT_MODEL.name, say)
     num_kv_tokens = args.max_num_seqs * (args.max_context + 4 * args.block_size) + args.max_context
-    return open_lab(directory, args.dtype, args.block_size, num_kv_tokens), directory.name
+    return open_lab(directory, args.dtype, args.block_size, num_kv_tokens), directory
 
 
 def fit_of(samples: Sequence[StepSample], lab: Lab, name: str) -> Fit:
@@ -59,9 +66,19 @@ def fit_of(samples: Sequence[StepSample], lab: Lab, name: str) -> Fit:
     return fit(samples, name, lab.layout.block_bytes * len(lab.layout.groups) // lab.layout.block_size)
 
 
+def _with_overheads(model: CostModel, directory: Path, lab: Lab) -> CostModel:
+    """The router's part and the round trips of a hand-over, which are not the model's; bytes keep their default rate."""
+    outside = probe_cluster(Topology(1, 1), directory, lab.vocab_size)
+    return replace(
+        model,
+        request_overhead_s=outside.request_overhead_s,
+        transfer_latency_s=outside.transfer_latency_s,
+    )
+
+
 def print_fit(found: Fit) -> None:
     """For people."""
-    for name in COEFFICIENTS:
+    for name in (*COEFFICIENTS, "transfer_latency_s", "request_overhead_s"):
         print(f"{name:<18} {getattr(found.model, name) * 1e6:12.3f} us")
     print(f"{'kv_bytes_per_token':<18} {found.model.kv_bytes_per_token:12d}")
     print(
@@ -88,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser("./run bench fit", description=__doc__, allow_abbrev=False)
     add_lab_flags(parser)
+    parser.add_argument(
+        "--cluster",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure what router and hand-over take, on a cluster that is started for it",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that each step is measured (default: 3)")
     parser.add_argument("--max-num-seqs", type=int, default=32, help="largest decoding batch (default: 32)")
     parser.add_argument(

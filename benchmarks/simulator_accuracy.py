@@ -7,6 +7,8 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from benchmarks.fit import add_lab_flags, fit_of, lab_of, numbers_of, print_fit, say
 from benchmarks.simulator.cluster import simulate
@@ -14,6 +16,7 @@ from benchmarks.simulator.cost import TEXTBOOK, CostModel
 from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round, medians
 from benchmarks.simulator.options import write_json
 from benchmarks.simulator.readers import load_trace
+from benchmarks.simulator.real_cluster import compare_on_cluster
 from benchmarks.simulator.real_run import run_real
 from benchmarks.simulator.records import RequestRecord
 from benchmarks.simulator.slo import percentile
@@ -24,6 +27,8 @@ from paceline.launcher.config import Topology
 
 _TRACE = "poisson:requests=60,rate=1,prompt=128,output=32,seed=1"
 _SPEED_TRACE = "poisson:requests={},rate=8,prompt=512,output=200,seed=1"
+# Every prompt is one chunk, so that all steps are alike; shorter and longer ones than the router hands over.
+_CLUSTER_TRACE = "poisson:requests=80,rate=5,prompt=60,output=20,seed=1"
 # Requests wait for each other, and the queue is stable.
 _BUSY_SHARE = 0.7
 # Of the sizes of a step that are measured, each is so many times the one before: coarse, but soon done.
@@ -31,9 +36,19 @@ _FACTOR = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints both runs; always 0: the errors are measurements."""
+    """Prints real and simulated runs; always 0: the errors are measurements."""
     args = _parser().parse_args(argv)
-    lab, name = lab_of(args)
+    lab, directory = lab_of(args)
+    numbers = _engine_errors(args, lab, directory.name)
+    if args.cluster:
+        numbers |= _cluster_errors(args, lab, directory)
+    numbers["sim_requests_per_s"] = _speed(args.sim_requests)
+    write_json(args.json, numbers)
+    return 0
+
+
+def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, Any]:
+    """One engine on a real model, cost model and all."""
     spec = _spec(args, lab)
     cells = grid(args.max_num_seqs, args.max_num_batched_tokens, args.max_context, _FACTOR)
     measure_round(lab, cells)
@@ -45,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"part {number + 1}: {len(part.requests)} requests over {part.duration_s:.0f} s")
         real.append(run_real(part, spec, lab))
         rounds.append(measure_round(lab, cells))
+    # What was measured right around each part; with one round more on each side, one that was disturbed counts little.
     fits = [
         fit_of(medians(rounds[max(0, number - 1) : number + 3]), lab, name) for number in range(len(parts))
     ]
@@ -54,16 +70,28 @@ def main(argv: Sequence[str]) -> int:
     ]
     whole = fit_of(medians(rounds), lab, name)
     print_fit(whole)
-    numbers = _compare(
+    print(f"\none engine, {name}:")
+    errors = _compare(
         [record for run in real for record in run.requests],
         [record for run in simulated for record in run.requests],
     )
-    numbers |= _step_errors(
+    errors |= _step_errors(
         [(step, found.model) for run, found in zip(real, fits, strict=True) for step in run.steps]
     )
-    numbers["sim_requests_per_s"] = _speed(args.sim_requests)
-    write_json(args.json, {**numbers, "fit": numbers_of(whole)})
-    return 0
+    return {**errors, "fit": numbers_of(whole)}
+
+
+def _cluster_errors(args: argparse.Namespace, lab: Lab, directory: Path) -> dict[str, Any]:
+    """Processes, router and hand-overs, whose steps all take one time."""
+    topology, trace = Topology.parse(args.topology), load_trace(_CLUSTER_TRACE)
+    say(f"a real {topology} of fake runners: {len(trace.requests)} requests over {trace.duration_s:.0f} s")
+    real, cost = compare_on_cluster(trace, topology, directory, lab.vocab_size)
+    simulated = simulate(trace, ClusterSpec(topology), cost, vocab_size=lab.vocab_size).requests
+    print(f"\n{topology} of fake runners, {cost.base_s * 1e3:.1f} ms a step:")
+    errors = _compare(real, simulated)
+    same = sum(ours.mode == theirs.mode for ours, theirs in zip(simulated, real, strict=True)) / len(real)
+    print(f"{same:.0%} of the requests took the same way in both")
+    return {**{f"cluster_{name}": value for name, value in errors.items()}, "cluster_same_mode_share": same}
 
 
 def _parts(trace: Trace, num_parts: int) -> list[Trace]:
@@ -158,6 +186,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("./run bench simulator", description=__doc__, allow_abbrev=False)
     add_lab_flags(parser)
     parser.add_argument("--trace", default=_TRACE, help=f"see ./run simulate --help (default: {_TRACE})")
+    parser.add_argument("--topology", default="1P1D", help="of the real cluster (default: 1P1D)")
+    parser.add_argument(
+        "--cluster",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also compare a real cluster of processes",
+    )
     parser.add_argument(
         "--parts", type=int, default=6, help="cuts of the real run, to measure between (default: 6)"
     )
