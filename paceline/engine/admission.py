@@ -52,11 +52,11 @@ class Admission:
 
     def is_fast(self, sequence: Sequence) -> bool:
         """Whether it has its place in the fast lane."""
-        lane, spec = self._config.fast_lane, sequence.spec
+        config, spec = self._config, sequence.spec
         return (
-            lane.share > 0
-            and len(spec.prompt_ids) <= lane.max_prompt_tokens
-            and spec.max_tokens <= lane.max_output_tokens
+            config.fast_lane_share > 0
+            and len(spec.prompt_ids) <= config.fast_lane_prompt_tokens
+            and spec.max_tokens <= config.fast_lane_output_tokens
             and len(spec.candidates) == 1  # of all that the request asked for, so that the lane never changes
             and spec.priority is not Priority.BATCH
         )

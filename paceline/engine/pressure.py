@@ -1,21 +1,8 @@
 """What preemptions teach: how many blocks admission leaves free, when it pauses, and how many may run at once."""
 
 from collections import deque
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class PressureConfig:
-    """Shares of the pool, and steps."""
-
-    # The cushion of free blocks that admission leaves: from the first, when all is calm, to the second.
-    watermark: float = 0.2
-    max_watermark: float = 0.25
-    # So many preempting steps among so many begin a pause.
-    cool_down_after: int = 3
-    cool_down_window: int = 8
-    cool_down_steps: int = 16
-
+from paceline.engine.scheduler_config import SchedulerConfig
 
 # A preempting step raises the watermark by this share of the pool; a calm one lowers it by a fiftieth of that.
 _RISE = 0.01
@@ -28,13 +15,12 @@ _REGAIN = 0.01
 class Pressure:
     """Told of every step that computes."""
 
-    def __init__(self, config: PressureConfig, max_num_seqs: int) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._max_num_seqs = max_num_seqs
         self._recent: deque[bool] = deque(maxlen=config.cool_down_window)
         self._num_steps_left = 0
         self._num_calm_steps = 0
-        self._seats = float(max_num_seqs)
+        self._seats = float(config.max_num_seqs)
         self.watermark = config.watermark
         self.num_cool_downs = 0
 
@@ -53,7 +39,7 @@ class Pressure:
         self._num_steps_left = max(0, self._num_steps_left - 1)
         self._recent.append(preempted)
         if preempted:
-            self.watermark = min(self.watermark + _RISE, self._config.max_watermark)
+            self.watermark = min(self.watermark + _RISE, self._config.watermark + self._config.watermark_rise)
             self._num_calm_steps = 0
             if sum(self._recent) >= self._config.cool_down_after:
                 self._cool_down(num_running)
@@ -61,7 +47,9 @@ class Pressure:
         self.watermark = max(self.watermark - _FALL, self._config.watermark)
         self._num_calm_steps += 1
         if self._num_calm_steps % self._config.cool_down_steps == 0:
-            self._seats = min(self._seats + max(1.0, _REGAIN * self._max_num_seqs), self._max_num_seqs)
+            self._seats = min(
+                self._seats + max(1.0, _REGAIN * self._config.max_num_seqs), self._config.max_num_seqs
+            )
 
     def _cool_down(self, num_running: int) -> None:
         self._recent.clear()

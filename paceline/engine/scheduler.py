@@ -90,7 +90,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, SequenceId]] = []
         self._num_added = self._num_recomputed = self._num_refused = 0
         self._running = Running()
-        self._pressure = Pressure(config.pressure, config.max_num_seqs)
+        self._pressure = Pressure(config)
         self._overload = Overload(config.overload_wait_s)
         self._swap = SwapSpace(config.num_swap_blocks, content)
         self._room = Room(
@@ -252,7 +252,7 @@ class Scheduler:
         """What decodes leave goes to prompts: the fast lane's part first, then to the others, and what is left to the fast lane."""
         budget, lane = self.config.max_num_batched_tokens, self._admission
         left = budget - len(self._decodes)
-        quota = min(left, int(self.config.fast_lane.share * budget))
+        quota = min(left, int(self.config.fast_lane_share * budget))
         for queue, limit in ((lane.fast, quota), (lane.normal, left), (lane.fast, left)):
             planned = sum(self._chunks.values())
             self._fill(queue, min(limit, left - planned), events, may_admit=may_admit)

@@ -1,17 +1,6 @@
-"""How a scheduler decides; every default works on a laptop."""
+"""How a scheduler decides. The names are those of a worker's settings; every default works on a laptop."""
 
-from dataclasses import dataclass, field
-
-from paceline.engine.pressure import PressureConfig
-
-
-@dataclass(frozen=True, slots=True)
-class FastLane:
-    """Short requests that have a part of each step to themselves."""
-
-    share: float = 0.3  # of max_num_batched_tokens; 0: there is no fast lane
-    max_prompt_tokens: int = 128
-    max_output_tokens: int = 128
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +16,24 @@ class SchedulerConfig:
     victim: str = "cost"
     # "continuous", or "static": nobody is admitted before everybody is done. A baseline for comparison.
     batching: str = "continuous"
-    fast_lane: FastLane = field(default_factory=FastLane)
-    pressure: PressureConfig = field(default_factory=PressureConfig)
+    # Share of the blocks that admission leaves free for growth, and by how much preemptions may raise it.
+    watermark: float = 0.2
+    watermark_rise: float = 0.05
+    # Short requests have so large a part of each step to themselves; 0: none.
+    fast_lane_share: float = 0.3
+    fast_lane_prompt_tokens: int = 128
+    fast_lane_output_tokens: int = 128
     # Seconds after which a waiting request moves up a class.
     aging_s: float = 30.0
     # How many admissions may pass by a request that does not fit.
     max_overtakes: int = 64
-    # BATCH requests give way once urgent ones wait so long; see overload.py.
+    # BATCH requests give way once urgent ones wait so long, and run so many at a time meanwhile; see overload.py.
     overload_wait_s: float = 5.0
-    # BATCH sequences at a time while they give way.
     static_batch_size: int = 4
+    # So many preempting steps among so many begin a pause of so many.
+    cool_down_after: int = 3
+    cool_down_window: int = 8
+    cool_down_steps: int = 16
     # At most so many decodes a step, though there are more: all of them take turns. 0: the budget is the only bound.
     max_decodes: int = 0
     # With max_decodes: those that the same experts compute decode together.

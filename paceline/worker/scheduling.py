@@ -1,14 +1,10 @@
 """What a worker's settings mean to its scheduler."""
 
 from paceline.core.errors import ConfigError
-from paceline.engine.pressure import PressureConfig
-from paceline.engine.scheduler_config import FastLane, SchedulerConfig
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.runtime.memory import MemorySize, free_memory_bytes, shown_bytes
 from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner
-
-# By so much preemptions may raise the cushion of free blocks.
-_MAX_RISE = 0.05
 
 
 def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerConfig:
@@ -21,12 +17,10 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerCon
         policy=config.policy,
         victim=config.victim,
         batching=config.batching,
-        fast_lane=FastLane(
-            share=config.fast_lane_share,
-            max_prompt_tokens=config.fast_lane_prompt_tokens,
-            max_output_tokens=config.fast_lane_output_tokens,
-        ),
-        pressure=PressureConfig(watermark=config.watermark, max_watermark=config.watermark + _MAX_RISE),
+        watermark=config.watermark,
+        fast_lane_share=config.fast_lane_share,
+        fast_lane_prompt_tokens=config.fast_lane_prompt_tokens,
+        fast_lane_output_tokens=config.fast_lane_output_tokens,
         aging_s=config.aging_s,
         max_overtakes=config.max_overtakes,
         overload_wait_s=config.overload_wait_s,

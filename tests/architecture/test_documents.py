@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tune
+from benchmarks.simulator import cli as simulator_cli
 from decode_service.config import DecodeConfig
 from paceline import cli
 from paceline.launcher.config import UpConfig
@@ -37,12 +39,13 @@ def commands() -> frozenset[str]:
 
 @pytest.fixture
 def flags(capsys: pytest.CaptureFixture[str]) -> frozenset[str]:
-    """Every option of the services, of the launcher, of the command line and of the script."""
+    """Every option of the services, of the launcher, of the command lines and of the script."""
     texts = [(ROOT / "run").read_text(encoding="utf-8")]
     for command in ("generate", "chat"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         texts.append(capsys.readouterr().out)
+    texts += [parser.format_help() for parser in (simulator_cli.make_parser(), tune.make_parser())]
     found = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*", text)}
     return frozenset(found.union(*(flags_of(config) for config in SECTIONS.values()), ["--config"]))
 

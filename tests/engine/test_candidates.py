@@ -6,7 +6,6 @@ from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import KVGroup, View
 from paceline.core.request import FinishReason, FirstToken, SamplingParams, SequenceSpec
 from paceline.engine.events import BlocksReady, Failed, NewTokens, PromptScored, Reserved, Started
-from paceline.engine.scheduler_config import FastLane
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle, places
 from tests.factories import BLOCK_SIZE, GREEDY, make_spec
@@ -188,7 +187,7 @@ def test_more_candidates_than_seats_take_turns() -> None:
 
 def test_candidates_take_seats_before_they_part() -> None:
     """A family of three leaves one of four seats to others while its prompt is computed."""
-    bench = Bench(40, max_num_seqs=4, max_num_batched_tokens=64, fast_lane=FastLane(share=0))
+    bench = Bench(40, max_num_seqs=4, max_num_batched_tokens=64, fast_lane_share=0.0)
     bench.add(_spec())
     for name in ("first", "second"):
         bench.add(make_spec(name))

@@ -1,7 +1,12 @@
 """What preemptions and waiting teach: the cushion, pauses, and how batch requests give way."""
 
 from paceline.engine.overload import BatchMode, Overload
-from paceline.engine.pressure import Pressure, PressureConfig
+from paceline.engine.pressure import Pressure
+from paceline.engine.scheduler_config import SchedulerConfig
+
+
+def _config(max_num_seqs: int = 64, **settings: int) -> SchedulerConfig:
+    return SchedulerConfig(16, max_num_seqs, **settings)  # type: ignore[arg-type] # each has its field's type
 
 
 def _steps(pressure: Pressure, *preempted: bool, num_running: int = 10) -> None:
@@ -11,7 +16,7 @@ def _steps(pressure: Pressure, *preempted: bool, num_running: int = 10) -> None:
 
 def test_the_watermark_rises_with_preemptions_and_falls_when_all_is_calm() -> None:
     """Between its two bounds."""
-    pressure = Pressure(PressureConfig(0.2, 0.25, cool_down_after=100), 64)
+    pressure = Pressure(_config(cool_down_after=100))
     _steps(pressure, *[True] * 3)
     assert 0.22 < pressure.watermark < 0.25
     _steps(pressure, *[True] * 30)
@@ -22,7 +27,7 @@ def test_the_watermark_rises_with_preemptions_and_falls_when_all_is_calm() -> No
 
 def test_preempting_steps_close_together_begin_a_pause() -> None:
     """Three among eight do, three far apart do not; a pause has its length and lowers the seats."""
-    pressure = Pressure(PressureConfig(cool_down_after=3, cool_down_window=8, cool_down_steps=4), 64)
+    pressure = Pressure(_config(cool_down_after=3, cool_down_window=8, cool_down_steps=4))
     _steps(pressure, *[True, *[False] * 7] * 3)
     assert pressure.max_seats == 64
     _steps(pressure, True, False, True, True)
@@ -36,7 +41,7 @@ def test_preempting_steps_close_together_begin_a_pause() -> None:
 
 def test_seats_come_back_one_by_one_and_never_go_below_one() -> None:
     """However often there is a pause, one sequence may run, and calm gives all seats back."""
-    pressure = Pressure(PressureConfig(cool_down_after=1, cool_down_window=8, cool_down_steps=4), 16)
+    pressure = Pressure(_config(16, cool_down_after=1, cool_down_window=8, cool_down_steps=4))
     _steps(pressure, *[True] * 50, num_running=1)
     assert pressure.max_seats == 1
     _steps(pressure, *[False] * 4)

@@ -9,14 +9,12 @@ import pytest
 from paceline.core.errors import DeadlineError, QueueFullError
 from paceline.core.request import Priority, SequenceSpec
 from paceline.engine.overload import BatchMode
-from paceline.engine.pressure import PressureConfig
 from paceline.engine.scheduler import SchedulerStats
-from paceline.engine.scheduler_config import FastLane
 from tests.engine.timed import Timed, memory_bound_s, percentile
 from tests.factories import make_spec
 
 Arrivals = list[tuple[float, SequenceSpec]]
-NO_LANE = FastLane(share=0)
+NO_LANE = 0.0
 
 
 def _spec(name: str, num_prompt: int, num_output: int, **options: object) -> SequenceSpec:
@@ -57,7 +55,7 @@ def _num_decoding(timed: Timed) -> list[int]:
 
 def test_a_static_batch_wastes_the_slots_of_those_that_end_early() -> None:
     """Outputs of 20, 50, 200 and 800 tokens in one batch use a third of its slots; nobody comes in before all are done."""
-    timed = Timed(batching="static", max_num_seqs=4, fast_lane=NO_LANE)
+    timed = Timed(batching="static", max_num_seqs=4, fast_lane_share=NO_LANE)
     outputs = (20, 50, 200, 800)
     timed.serve([(0.0, _spec(f"r{n}", 10, num)) for n, num in enumerate((*outputs, 5))])
     timed.require_all_ended()
@@ -69,7 +67,7 @@ def test_a_static_batch_wastes_the_slots_of_those_that_end_early() -> None:
 
 def test_continuous_batching_fills_the_slots_again() -> None:
     """The same requests one after the other in a continuous batch of four: a free slot is used in the next step."""
-    timed = Timed(max_num_seqs=4, fast_lane=NO_LANE)
+    timed = Timed(max_num_seqs=4, fast_lane_share=NO_LANE)
     timed.serve([(0.0, _spec(f"r{n}", 10, num)) for n, num in enumerate((20, 50, 200, 800) * 3)])
     used = _num_decoding(timed)
     # Up to when nobody waits any more every slot is in use.
@@ -113,7 +111,7 @@ def test_more_decodes_than_the_budget_take_turns() -> None:
 @pytest.mark.parametrize("victim", ["cost", "lifo", "most-blocks"])
 def test_overload_costs_little_recomputation_and_loses_nobody(victim: str) -> None:
     """At 1.2 times the load that fits, without a cushion: under a tenth of all tokens are computed twice, all finish."""
-    timed = Timed(600, victim=victim, pressure=PressureConfig(watermark=0.0, max_watermark=0.0))
+    timed = Timed(600, victim=victim, watermark=0.0, watermark_rise=0.0)
     timed.serve(_poisson(8.6, 300))
     timed.require_all_ended()
     stats = timed.scheduler.stats()
@@ -127,8 +125,8 @@ def test_overload_costs_little_recomputation_and_loses_nobody(victim: str) -> No
 def test_the_cushion_leaves_few_to_preempt() -> None:
     """With the default watermark under 5 % of the requests are ever preempted, at any load; without one many more are."""
     shares = {}
-    for name, pressure in (("default", PressureConfig()), ("none", PressureConfig(0.0, 0.0))):
-        timed = Timed(600, pressure=pressure)
+    for name, settings in (("default", {}), ("none", {"watermark": 0.0, "watermark_rise": 0.0})):
+        timed = Timed(600, **settings)  # type: ignore[arg-type] # each has its field's type
         timed.serve(_poisson(12, 300))
         shares[name] = sum(life.num_preemptions > 0 for life in timed.lives.values()) / 300
     assert shares["default"] < 0.05 < shares["none"]
@@ -136,10 +134,10 @@ def test_the_cushion_leaves_few_to_preempt() -> None:
 
 def test_admission_counts_growth_and_not_more() -> None:
     """Room that nobody can ever ask for is not kept free: prompts with one output token fill the pool."""
-    timed = Timed(100, max_num_batched_tokens=1600, fast_lane=NO_LANE)
+    timed = Timed(100, max_num_batched_tokens=1600, fast_lane_share=NO_LANE)
     timed.serve([(0.0, _spec(f"r{n}", 159, 1)) for n in range(10)])
     assert len(timed.outputs[0].scheduled) == 10
-    growing = Timed(100, max_num_batched_tokens=1600, fast_lane=NO_LANE)
+    growing = Timed(100, max_num_batched_tokens=1600, fast_lane_share=NO_LANE)
     growing.serve([(0.0, _spec(f"r{n}", 159, 400)) for n in range(10)])
     assert len(growing.outputs[0].scheduled) == 8
 
@@ -157,8 +155,14 @@ def test_throughput_does_not_collapse_past_saturation() -> None:
 
 def test_preempting_steps_in_a_row_end_in_a_pause() -> None:
     """It admits nobody, says so, runs fewer at once, and comes back by itself."""
-    pressure = PressureConfig(0.0, 0.0, cool_down_after=2, cool_down_window=8, cool_down_steps=20)
-    timed = Timed(60, pressure=pressure, max_num_seqs=32)
+    timed = Timed(
+        60,
+        max_num_seqs=32,
+        watermark=0.0,
+        watermark_rise=0.0,
+        cool_down_after=2,
+        cool_down_steps=20,
+    )
     seen: list[SchedulerStats] = []
 
     def watch() -> None:
@@ -194,7 +198,7 @@ def _waits_for_room(timed: Timed, num_small: int) -> None:
 
 def test_a_head_that_does_not_fit_is_overtaken_by_those_that_do() -> None:
     """They start while it waits, and it starts once there is room."""
-    timed = Timed(100, fast_lane=NO_LANE)
+    timed = Timed(100, fast_lane_share=NO_LANE)
     _waits_for_room(timed, 20)
     (large,) = _ttft_s(timed, "large")
     assert large > 1.0
@@ -203,7 +207,7 @@ def test_a_head_that_does_not_fit_is_overtaken_by_those_that_do() -> None:
 
 def test_it_is_overtaken_a_bounded_number_of_times() -> None:
     """After that nobody passes: those behind it wait for it."""
-    timed = Timed(100, fast_lane=NO_LANE, max_overtakes=5)
+    timed = Timed(100, fast_lane_share=NO_LANE, max_overtakes=5)
     _waits_for_room(timed, 20)
     starts = {str(each.request_id): life.token_s[0] for each, life in timed.lives.items()}
     passed = [name for name, start_s in starts.items() if "small" in name and start_s < starts["large"]]
@@ -213,8 +217,8 @@ def test_it_is_overtaken_a_bounded_number_of_times() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "edf"])
 def test_a_stream_of_small_ones_does_not_starve_a_large_one(policy: str) -> None:
     """However many come, the large one has its turn, under each policy, with and without the fast lane."""
-    for lane in (NO_LANE, FastLane()):
-        timed = Timed(100, policy=policy, max_overtakes=20, fast_lane=lane)
+    for share in (NO_LANE, 0.3):
+        timed = Timed(100, policy=policy, max_overtakes=20, fast_lane_share=share)
         small = _poisson(25, 300, name="s", prompt=(100, 200), output=(10, 60))
         timed.serve([*small, (1.0, _spec("large", 1200, 4))], until_s=12)
         assert _first_s(timed, "large") < 11
@@ -236,8 +240,8 @@ def test_one_long_prompt_among_fifty_short_ones() -> None:
 # -- the fast lane
 
 
-def _lane_p99(rate: float, lane: FastLane) -> float:
-    timed = Timed(2000, fast_lane=lane)
+def _lane_p99(rate: float, share: float) -> float:
+    timed = Timed(2000, fast_lane_share=share)
     normal = _poisson(rate, int(40 * rate), name="n", prompt=(400, 1200), output=(50, 200))
     timed.serve([*_poisson(3, 120, name="s", prompt=(30, 100), output=(10, 40)), *normal])
     timed.require_all_ended()
@@ -246,7 +250,7 @@ def _lane_p99(rate: float, lane: FastLane) -> float:
 
 def test_the_fast_lane_stays_flat_while_the_normal_lane_is_saturated() -> None:
     """From the load that fills it to twice as much the lane's p99 TTFT grows by under a half; without it, it explodes."""
-    assert _lane_p99(8.0, FastLane()) < 1.5 * _lane_p99(4.0, FastLane())
+    assert _lane_p99(8.0, 0.3) < 1.5 * _lane_p99(4.0, 0.3)
     assert _lane_p99(8.0, NO_LANE) > 5 * _lane_p99(4.0, NO_LANE)
 
 
@@ -261,7 +265,7 @@ def test_what_the_fast_lane_does_not_use_goes_back() -> None:
 
 def test_the_fast_lane_takes_no_more_than_its_part_while_others_wait() -> None:
     """A flood of short prompts leaves the rest of each step to a long one."""
-    timed = Timed(max_num_batched_tokens=500, fast_lane=FastLane(share=0.3))
+    timed = Timed(max_num_batched_tokens=500, fast_lane_share=0.3)
     timed.serve([(0.0, _spec("long", 2000, 1)), *[(0.0, _spec(f"s{n}", 100, 1)) for n in range(60)]])
     first = timed.outputs[0].scheduled
     assert sum(len(item.token_ids) for item in first if item.sequence_id.request_id != "long") == 150
@@ -281,7 +285,7 @@ def _first_s(timed: Timed, name: str) -> float:
 
 
 def _one_at_a_time(**config: object) -> Timed:
-    return Timed(max_num_seqs=1, fast_lane=NO_LANE, **config)  # type: ignore[arg-type] # each has its field's type
+    return Timed(max_num_seqs=1, fast_lane_share=NO_LANE, **config)  # type: ignore[arg-type] # each has its field's type
 
 
 def test_realtime_comes_before_standard_before_batch() -> None:
@@ -295,7 +299,7 @@ def test_realtime_comes_before_standard_before_batch() -> None:
 
 def test_a_waiting_prompt_of_a_higher_class_comes_before_a_running_one_of_a_lower_class() -> None:
     """A long prompt under way gives its chunks to a realtime one that has just come."""
-    timed = Timed(fast_lane=NO_LANE)
+    timed = Timed(fast_lane_share=NO_LANE)
     timed.serve([(0.0, _spec("long", 4000, 1)), (0.15, _spec("now", 500, 1, priority=Priority.REALTIME))])
     assert _first_s(timed, "now") < 0.45 < _first_s(timed, "long")
 
@@ -344,7 +348,7 @@ def test_earliest_deadline_first() -> None:
 
 def test_batch_gives_way_under_overload_and_comes_back() -> None:
     """Realtime keeps its TTFT; batch falls back to static batches, then is refused; both switches can be seen, and the return."""
-    timed = Timed(400, max_num_seqs=16, overload_wait_s=0.5, fast_lane=NO_LANE)
+    timed = Timed(400, max_num_seqs=16, overload_wait_s=0.5, fast_lane_share=NO_LANE)
     batch = [(n / 2, _spec(f"b{n}", 200, 100, priority=Priority.BATCH)) for n in range(80)]
     rush = [
         (10 + when_s, spec)
@@ -366,7 +370,7 @@ def test_batch_gives_way_under_overload_and_comes_back() -> None:
 def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
     """While the others had to wait, batch requests come in a few at a time, when nobody else waits, and all of them end first."""
     timed = Timed(
-        400, max_num_seqs=8, overload_wait_s=0.4, static_batch_size=2, fast_lane=NO_LANE, aging_s=1e6
+        400, max_num_seqs=8, overload_wait_s=0.4, static_batch_size=2, fast_lane_share=NO_LANE, aging_s=1e6
     )
     standard = [(n * 0.23, _spec(f"s{n}", 60, 60)) for n in range(100)]
     burst = [(5.0, _spec(f"x{n}", 100, 100)) for n in range(12)]
@@ -391,7 +395,7 @@ def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
 @pytest.mark.parametrize("max_num_seqs", [4, 16])
 def test_a_noisy_tenant_takes_nothing_from_a_quiet_one(max_num_seqs: int) -> None:
     """Ten times the requests give no more service while both wait: the gap stays within the bound of the VTC paper."""
-    timed = Timed(400, max_num_seqs=max_num_seqs, fast_lane=NO_LANE)
+    timed = Timed(400, max_num_seqs=max_num_seqs, fast_lane_share=NO_LANE)
     rng = random.Random(2)
     arrivals: Arrivals = []
     for tenant, num_requests in (("noisy", 400), ("quiet", 40)):
@@ -416,7 +420,7 @@ def test_a_noisy_tenant_takes_nothing_from_a_quiet_one(max_num_seqs: int) -> Non
 
 def test_an_idle_tenant_comes_back_without_a_bank() -> None:
     """Its counter is lifted to the level of those that were busy: it does not take everything for a while."""
-    timed = Timed(400, max_num_seqs=2, fast_lane=NO_LANE)
+    timed = Timed(400, max_num_seqs=2, fast_lane_share=NO_LANE)
     busy = [(0.0, _spec(f"busy{n}", 20, 30, tenant="busy")) for n in range(400)]
     idle = [(20.0, _spec(f"idle{n}", 20, 30, tenant="idle")) for n in range(100)]
     timed.serve([*busy, *idle], until_s=26)

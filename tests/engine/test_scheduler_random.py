@@ -21,8 +21,6 @@ from paceline.core.request import (
 from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
-from paceline.engine.pressure import PressureConfig
-from paceline.engine.scheduler_config import FastLane
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import VOCAB_SIZE, Bench, HashBlock, oracle
 from tests.factories import BLOCK_SIZE, GREEDY, make_id, make_spec
@@ -50,8 +48,13 @@ def _random_policies(rng: random.Random) -> dict[str, object]:
         "policy": rng.choice(list(TURN_POLICIES)),
         "victim": rng.choice(list(VICTIM_POLICIES)),
         "batching": rng.choice(("continuous", "continuous", "static")),
-        "fast_lane": FastLane(rng.choice((0.0, 0.3)), max_prompt_tokens=8, max_output_tokens=12),
-        "pressure": PressureConfig(cool_down_after=rng.choice((1, 3)), cool_down_steps=rng.choice((2, 16))),
+        "fast_lane_share": rng.choice((0.0, 0.3)),
+        "fast_lane_prompt_tokens": 8,
+        "fast_lane_output_tokens": 12,
+        "cool_down_after": rng.choice((1, 3)),
+        "cool_down_steps": rng.choice((2, 16)),
+        "max_decodes": rng.choice((0, 0, 2)),
+        "group_by_experts": rng.random() < 0.5,
         "aging_s": rng.choice((0.05, 30.0)),
         "max_overtakes": rng.choice((0, 1, 64)),
         "overload_wait_s": rng.choice((0.05, 5.0)),

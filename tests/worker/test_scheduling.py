@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.engine.scheduler_config import FastLane
 from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner, load_runner
 from paceline.worker.scheduling import scheduler_config
@@ -38,12 +37,12 @@ def test_every_setting_arrives(loaded: LoadedRunner) -> None:
     )
     given, default = scheduler_config(config, loaded), scheduler_config(WorkerConfig(model="m"), loaded)
     assert (given.policy, given.victim, given.batching) == ("sjf", "lifo", "static")
-    assert given.pressure.watermark == 0.1
-    assert given.pressure.max_watermark == pytest.approx(0.15)
-    assert given.fast_lane == FastLane(0.25, 64, 32)
+    assert given.watermark == 0.1
+    lane = given.fast_lane_share, given.fast_lane_prompt_tokens, given.fast_lane_output_tokens
+    assert lane == (0.25, 64, 32)
     assert (given.aging_s, given.max_overtakes, given.overload_wait_s) == (3.0, 5, 1.5)
     assert (given.max_decodes, given.group_by_experts, given.num_swap_blocks) == (7, True, 8)
-    for name in ("policy", "victim", "batching", "pressure", "fast_lane", "aging_s", "max_overtakes"):
+    for name in ("policy", "victim", "batching", "watermark", "fast_lane_share", "aging_s", "max_overtakes"):
         assert getattr(given, name) != getattr(default, name)
 
 

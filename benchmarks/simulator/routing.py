@@ -1,0 +1,98 @@
+"""The router's part: the real door, the real placement, fed with what a router would know of the workers."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from benchmarks.simulator.spec import ClusterSpec
+from benchmarks.simulator.worker import SimulatedWorker
+from paceline.core.block_hash import chain_root, hash_full_blocks
+from paceline.core.prefix import PrefixChanges, WorkerKey
+from paceline.core.request import SequenceSpec
+from paceline.engine.engine import EngineStats
+from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from router.admission import AdmissionController
+from router.assignments import Assignments
+from router.placement import PromptFacts, Route, WorkerView, place
+
+# How often a worker reports its load (paceline/worker/service.py).
+_REPORT_EVERY_S = 0.05
+_NO_BOUND = 1 << 62
+
+T = TypeVar("T")
+
+
+class SimulatedRouter:
+    """Sees the workers as the real one does: by reports that lag, by its own assignments, by the prefix table."""
+
+    def __init__(
+        self, spec: ClusterSpec, prefill: Sequence[SimulatedWorker], decode: Sequence[SimulatedWorker]
+    ) -> None:
+        self._spec = spec
+        self._prefill = prefill
+        self._decode = decode
+        # Whatever else the router will come to decide at its door belongs here, beside the bound.
+        self._admission = AdmissionController(spec.max_requests or _NO_BOUND)
+        self._assignments = Assignments()
+        self._index = MemoryPrefixIndex()
+        self._reports: dict[WorkerKey, tuple[float, EngineStats]] = {}
+
+    def admit(self, leave: ExitStack) -> None:
+        """Holds a place until `leave` is closed; raises what the router would answer."""
+        leave.enter_context(self._admission.admit())
+
+    def place(self, spec: SequenceSpec, now_s: float) -> Route:
+        """The workers of a request."""
+        root = chain_root(self._spec.decode.fingerprint, spec.cache_scope)
+        hashes = hash_full_blocks(root, spec.prompt_ids, self._spec.block_size)
+        held = _at_once(self._index.lookup(hashes))
+        return place(
+            PromptFacts(len(spec.prompt_ids), self._spec.block_size, held),
+            [self._view(worker, now_s) for worker in self._prefill],
+            [self._view(worker, now_s) for worker in self._decode],
+            self._spec.disaggregate,
+            self._spec.local_prefill_tokens,
+        )
+
+    def assign(self, route: Route, num_tokens: int, leave: ExitStack) -> Callable[[], None]:
+        """Counts a request to its workers until `leave` is closed; call what it gives once the prompt is computed."""
+        return leave.enter_context(self._assignments.assign(route, num_tokens))
+
+    def note_changes(self, key: WorkerKey, changes: PrefixChanges) -> None:
+        """What a worker's cache gained and lost in a step."""
+        if changes.published:
+            _at_once(self._index.publish(key, changes.published))
+        if changes.evicted:
+            _at_once(self._index.remove(key, changes.evicted))
+
+    def _view(self, worker: SimulatedWorker, now_s: float) -> WorkerView:
+        stats = self._report(worker, now_s)
+        return WorkerView(
+            key=worker.key,
+            address=worker.name,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_pending_tokens=stats.num_pending_tokens,
+            draining=False,
+            num_assigned_tokens=self._assignments.num_tokens(worker.key),
+            num_assigned_sequences=self._assignments.num_sequences(worker.key),
+        )
+
+    def _report(self, worker: SimulatedWorker, now_s: float) -> EngineStats:
+        reported_s, stats = self._reports.get(worker.key, (-_REPORT_EVERY_S, None))
+        if stats is None or now_s - reported_s >= _REPORT_EVERY_S:
+            stats = worker.stats()
+            self._reports[worker.key] = now_s, stats
+        return stats
+
+
+def _at_once(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits, as those of the table in memory."""
+    try:
+        call.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("the table in memory waits for nobody")

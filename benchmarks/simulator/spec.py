@@ -1,0 +1,78 @@
+"""What is simulated: the shape of a cluster and its settings, checked."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KVGroup
+from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.launcher.config import Topology
+from paceline.worker.config import WorkerConfig
+from router.config import RouterConfig
+from router.placement import DisaggregateMode
+
+_ONE_WORKER = Topology(0, 1)
+
+
+def defaults_of(config: type[Any]) -> dict[str, Any]:
+    """The settings of a service that have a default, by name."""
+    return {each.name: each.default for each in fields(config)}
+
+
+_WORKER, _ROUTER = defaults_of(WorkerConfig), defaults_of(RouterConfig)
+
+
+def scheduler_config(**settings: Any) -> SchedulerConfig:
+    """A worker's scheduler, with the defaults that a worker has; raises ConfigError for a setting that there is not."""
+    known = {each.name for each in fields(SchedulerConfig)}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"the scheduler has no setting {name!r}; it has {', '.join(sorted(known))}")
+    shared = {name: value for name, value in _WORKER.items() if name in known}
+    return SchedulerConfig(**{**shared, **settings})
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """An xPyD cluster of equal workers in each tier. The defaults are those of the services."""
+
+    topology: Topology = _ONE_WORKER
+    prefill: SchedulerConfig = field(default_factory=scheduler_config)
+    decode: SchedulerConfig = field(default_factory=scheduler_config)
+    block_size: int = _WORKER["block_size"]
+    # Of each worker.
+    num_kv_tokens: int = 46_592
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
+    disaggregate: DisaggregateMode = _ROUTER["disaggregate"]
+    local_prefill_tokens: int = _ROUTER["local_prefill_tokens"]
+    # Requests under way at once; None: no bound.
+    max_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what is no cluster."""
+        if self.block_size < 1 or self.num_blocks < 2:
+            raise ConfigError(f"{self.num_kv_tokens} tokens of KV in blocks of {self.block_size} are too few")
+        if self.disaggregate == "always" and not self.topology.num_prefill:
+            raise ConfigError(
+                f"--disaggregate always needs a prefill worker, and the topology is {self.topology}"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each worker."""
+        return self.num_kv_tokens // self.block_size
+
+    def with_scheduler(self, **settings: Any) -> "ClusterSpec":
+        """The same cluster, with these settings in both tiers."""
+        scheduler_config(**settings)
+        return replace(
+            self, prefill=replace(self.prefill, **settings), decode=replace(self.decode, **settings)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What a plan is about: the shape, and the settings as they stand in a config file."""
+        settings = {"topology": str(self.topology), "block_size": self.block_size}
+        for name in ("max_num_batched_tokens", "watermark"):
+            if hasattr(self.decode, name):
+                settings[name] = getattr(self.decode, name)
+        return settings

@@ -1,0 +1,101 @@
+"""Traces that are made up, by name and seed: for a first look, for tests, and where no log of real traffic is at hand."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.simulator.trace import PrefixPart, Trace, TraceRequest
+from paceline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What can be said of made-up traffic, as in `poisson:requests=500,rate=4`. Lengths are means, in tokens."""
+
+    requests: int = 200
+    rate: float = 2.0
+    prompt: int = 256
+    output: int = 64
+    # chat: tokens of the system prompt that all conversations begin with, and turns of a conversation.
+    system: int = 128
+    turns: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses what no user could send."""
+        for name in ("requests", "rate", "prompt", "output", "turns"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"--trace: {name} must be more than 0, not {getattr(self, name)}")
+        if self.system < 0:
+            raise ConfigError(f"--trace: system must be 0 or more, not {self.system}")
+
+
+def poisson(traffic: Traffic) -> Iterator[TraceRequest]:
+    """Users who know nothing of each other: exponential gaps, exponential lengths."""
+    yield from _independent(traffic, lambda chance: chance.expovariate(traffic.rate))
+
+
+def gamma(traffic: Traffic) -> Iterator[TraceRequest]:
+    """The same in bursts: gaps with a coefficient of variation of 2."""
+    yield from _independent(traffic, lambda chance: chance.gammavariate(0.25, 4 / traffic.rate))
+
+
+def chat(traffic: Traffic) -> Iterator[TraceRequest]:
+    """Conversations: each turn's prompt is all that was said before, behind one system prompt."""
+    chance, arrival_s = random.Random(traffic.seed), 0.0  # noqa: S311 - repeatable chance, no secret
+    begun: list[tuple[int, int]] = []  # (number of the conversation, prompt tokens of its last turn)
+    for number in range(traffic.requests):
+        arrival_s += chance.expovariate(traffic.rate)
+        goes_on = begun and chance.random() < 1 - 1 / traffic.turns
+        conversation, said = begun.pop(chance.randrange(len(begun))) if goes_on else (number, 0)
+        num_prompt_tokens = traffic.system + said + _length(chance, traffic.prompt)
+        num_output_tokens = _length(chance, traffic.output)
+        prefix = (
+            PrefixPart("system", traffic.system),
+            PrefixPart(f"conversation {conversation}", num_prompt_tokens - traffic.system),
+        )
+        yield TraceRequest(arrival_s, num_prompt_tokens, num_output_tokens, prefix)
+        begun.append((conversation, num_prompt_tokens - traffic.system + num_output_tokens))
+
+
+NAMED: dict[str, Callable[[Traffic], Iterator[TraceRequest]]] = {
+    "poisson": poisson,
+    "gamma": gamma,
+    "chat": chat,
+}
+
+
+def is_named(text: str) -> bool:
+    """Whether `--trace` means one of these, rather than a file."""
+    return text.partition(":")[0] in NAMED
+
+
+def made_up(text: str) -> Trace:
+    """The trace of `NAME:SETTING=VALUE,...`; raises ConfigError."""
+    name, _, settings = text.partition(":")
+    traffic = Traffic(**dict(map(_setting, filter(None, settings.split(",")))))
+    return Trace(text, tuple(NAMED[name](traffic)))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    defaults = asdict(Traffic())
+    if name not in defaults:
+        raise ConfigError(f"--trace: {name!r} is no setting of made-up traffic; {', '.join(defaults)} are")
+    try:
+        return name, type(defaults[name])(value)
+    except ValueError as error:
+        raise ConfigError(f"--trace: {name}={value!r} is no number") from error
+
+
+def _independent(traffic: Traffic, gap_s: Callable[[random.Random], float]) -> Iterator[TraceRequest]:
+    chance, arrival_s = random.Random(traffic.seed), 0.0  # noqa: S311 - repeatable chance, no secret
+    for _ in range(traffic.requests):
+        arrival_s += gap_s(chance)
+        yield TraceRequest(arrival_s, _length(chance, traffic.prompt), _length(chance, traffic.output))
+
+
+def _length(chance: random.Random, mean: int) -> int:
+    """Exponential, up to four times the mean."""
+    return min(4 * mean, 1 + int(chance.expovariate(1 / mean)))
