@@ -1,7 +1,7 @@
 """Plans: the fewest workers, and the settings, with which a trace is served as promised."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import CostModel
@@ -9,7 +9,6 @@ from benchmarks.simulator.report import Report, report
 from benchmarks.simulator.slo import Slo
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.trace import Trace
-from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
 
 BUDGETS = (128, 256, 512, 1024)
@@ -41,11 +40,6 @@ class Trial:
 def topologies(num_workers: int) -> list[Topology]:
     """Every way to split so many workers into two tiers; somebody must decode."""
     return [Topology(num_prefill, num_workers - num_prefill) for num_prefill in range(num_workers)]
-
-
-def has_watermark() -> bool:
-    """Whether the scheduler can keep blocks as a cushion."""
-    return "watermark" in {field.name for field in fields(SchedulerConfig)}
 
 
 class Search:
@@ -92,8 +86,9 @@ class Search:
                 trial = self._try(replace(tried, block_size=block_size))
                 best = max(best, trial, key=_merit)
                 yield trial
-        for watermark in WATERMARKS if has_watermark() else ():
-            yield self._try(best.cluster.with_scheduler(watermark=watermark))
+        for watermark in WATERMARKS:
+            if watermark != best.cluster.decode.watermark:
+                yield self._try(best.cluster.with_scheduler(watermark=watermark))
 
     def _may_be(self, topology: Topology) -> bool:
         return topology.num_prefill > 0 or self._base.disaggregate != "always"
@@ -116,10 +111,9 @@ HEAD = f"{'shape':<8}{'budget':>7}{'block':>6}{'watermark':>10}{'TTFT p95':>11}{
 def row(trial: Trial) -> str:
     """For people, under HEAD."""
     cluster, numbers = trial.cluster, trial.report
-    watermark = getattr(cluster.decode, "watermark", None)
     return (
         f"{cluster.topology!s:<8}{cluster.decode.max_num_batched_tokens:>7}{cluster.block_size:>6}"
-        f"{'-' if watermark is None else f'{watermark:.0%}':>10}"
+        f"{cluster.decode.watermark:>10.0%}"
         f"{numbers.ttft_s.p95 * 1e3:>8.0f} ms{numbers.itl_s.p95 * 1e3:>8.1f} ms"
         f"{numbers.goodput or 0:>7.2f}/s{numbers.slo_share or 0:>8.1%}{numbers.preempted_request_share:>10.1%}"
         f"{'  meets' if trial.meets else ''}"

@@ -71,8 +71,9 @@ class ClusterSpec:
 
     def as_json(self) -> dict[str, Any]:
         """What a plan is about: the shape, and the settings as they stand in a config file."""
-        settings = {"topology": str(self.topology), "block_size": self.block_size}
-        for name in ("max_num_batched_tokens", "watermark"):
-            if hasattr(self.decode, name):
-                settings[name] = getattr(self.decode, name)
-        return settings
+        return {
+            "topology": str(self.topology),
+            "block_size": self.block_size,
+            "max_num_batched_tokens": self.decode.max_num_batched_tokens,
+            "watermark": self.decode.watermark,
+        }
