@@ -113,8 +113,10 @@ async def test_after_a_lost_decode_worker_each_candidate_goes_on_by_itself(
         )
         job = cluster.job(SPEC)
         events = await cluster.run(job)
+        placed = [event for event in events if isinstance(event, Placed)]
+        # One that its prefill has ended may reach the decode worker only now.
+        await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) >= len(placed))
     _require_whole(events)
-    placed = [event for event in events if isinstance(event, Placed)]
     assert placed[0].attempt == 0
     later = [spec for spec, _ in cluster.decode[0].submits[1:]]
     if any(spec.output_ids for spec in later):
@@ -139,6 +141,8 @@ async def test_what_has_ended_is_not_tried_again() -> None:
     async with scripted_cluster() as cluster:
         cluster.decode[0].decode_scripts.append(decode_that(5, failed(KvLostError("lost"))))
         events, counts = await _run_until(cluster, cluster.job(SPEC), {0: 1})
+        # One that its prefill has ended may reach the decode worker only now.
+        await cluster.decode[0].until(lambda: len(cluster.decode[0].submits) >= 3)
     assert counts == {0: 1, 1: 6, 2: 6}
     assert all(_outputs(events)[candidate] == WHOLE[candidate] for candidate in (1, 2))
     assert sorted(spec.candidates for spec, _ in cluster.decode[0].submits[1:]) == [(1,), (2,)]
