@@ -15,13 +15,22 @@ class Preemption:
     """Chooses victims and takes their blocks; the caller sends them back to wait."""
 
     def __init__(
-        self, policy: str, pool: BlockPool, running: Running, swap: SwapSpace, costs: CostEstimate
+        self,
+        policy: str,
+        pool: BlockPool,
+        running: Running,
+        swap: SwapSpace,
+        costs: CostEstimate,
+        *,
+        may_recall: bool,
     ) -> None:
         self._policy = VICTIM_POLICIES[policy]
         self._pool = pool
         self._running = running
         self._swap = swap
         self._costs = costs
+        # Where there are windows, a prefix of the owner's is not what is needed here.
+        self._may_recall = may_recall and pool.is_whole
         self._num_rounds = 0
         self.counts = Counter[PreemptionKind]()
 
@@ -53,8 +62,8 @@ class Preemption:
         # What others hold too stays in the cache.
         num_shared = len(sequence.blocks.held_places()) - num_freed
         num_lost = max(0, sequence.num_computed_tokens - num_shared * size)
-        num_remote = max(0, min(sequence.num_remote_tokens - num_shared * size, num_lost))
-        return Loss(num_lost, num_freed, num_remote, num_remote // size)
+        num_remote = max(0, min(sequence.num_remote_tokens // size - num_shared, num_lost // size))
+        return Loss(num_lost, num_freed, num_remote * size, num_remote)
 
     def _kinds(self, sequence: Sequence) -> frozenset[PreemptionKind]:
         kinds = {PreemptionKind.RECOMPUTE}
@@ -62,12 +71,16 @@ class Preemption:
         is_decoding = sequence in self._running.decoding
         if is_decoding and len(sequence.blocks.held_places()) <= self._swap.num_free:
             kinds.add(PreemptionKind.SWAP)
+        # What bypasses the cache is in nobody's.
+        if is_decoding and self._may_recall and sequence.num_remote_tokens and not sequence.spec.bypass_cache:
+            kinds.add(PreemptionKind.REMOTE)
         return frozenset(kinds)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         _, kind = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
         if kind is PreemptionKind.SWAP:
             sequence.saved = self._swap.save(sequence.blocks.held_places())
+        sequence.is_recallable = kind is PreemptionKind.REMOTE
         self.counts[kind] += 1
         self._running.remove(sequence)
         sequence.status = SequenceStatus.PREEMPTED

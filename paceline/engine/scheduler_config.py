@@ -39,3 +39,5 @@ class SchedulerConfig:
     static_batch_size: int = 4
     # Blocks in host memory for preempted sequences.
     num_swap_blocks: int = 0
+    # Whether somebody answers each Recall with resume(): then a preempted sequence may be pulled again from where it came.
+    may_recall: bool = False

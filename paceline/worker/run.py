@@ -13,6 +13,7 @@ from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
+from paceline.worker.lender import Lender
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -40,9 +41,13 @@ async def _serve(
 ) -> None:
     server = GrpcServer(config.listen)
     loaded = await asyncio.to_thread(load_runner, config)
-    async with open_worker(config, loaded) as worker:
+    # Prefill workers get no KV from elsewhere, and so have nobody to ask.
+    may_recall = role == inference_pb2.WORKER_ROLE_DECODE
+    async with open_worker(config, loaded, may_recall=may_recall) as worker:
         name = add_service(server.grpc, worker)
-        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
+        add_KvTransferServiceServicer_to_server(
+            KvTransferServicer(worker.sender, Lender(worker)), server.grpc
+        )
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
         await server.start([name, *_SHARED_SERVICES])
         await server.set_serving(serving=True)

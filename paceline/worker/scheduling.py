@@ -11,7 +11,7 @@ from paceline.worker.runner import LoadedRunner
 _MAX_RISE = 0.05
 
 
-def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerConfig:
+def scheduler_config(config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool) -> SchedulerConfig:
     """Settings, and what the model says about its tokens; raises ConfigError for swap memory that is not there."""
     return SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -30,6 +30,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerCon
         aging_s=config.aging_s,
         max_overtakes=config.max_overtakes,
         overload_wait_s=config.overload_wait_s,
+        may_recall=may_recall,
         num_swap_blocks=_num_swap_blocks(config.swap_memory, loaded.layout.block_bytes),
     )
 
