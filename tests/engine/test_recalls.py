@@ -18,9 +18,9 @@ OLD = make_spec("old", (1, 2, 3), max_tokens=46)
 NUM_BLOCKS = 12
 
 
-def _bench(**options: object) -> Bench:
+def _bench(num_blocks: int = NUM_BLOCKS, **options: object) -> Bench:
     """A pool that does not hold both, where pulling again costs nothing."""
-    bench = Bench(NUM_BLOCKS, **{"may_recall": True, **options})  # type: ignore[arg-type] # each has its field's type
+    bench = Bench(num_blocks, **{"may_recall": True, **options})  # type: ignore[arg-type] # each has its field's type
     bench.scheduler.costs.remote_block_s = 1e-6
     bench.scheduler.costs.remote_hit_share = 1.0
     return bench
@@ -132,12 +132,10 @@ def test_the_beginning_that_is_here_is_kept_whatever_comes() -> None:
     bench.add(keeper, SequenceRole.PREFILL_ONLY)
     recall = _recalled(bench)
     assert (len(recall.block_ids), recall.num_held) == (5, 2)
-    held = [bytes(bench.runner.memory.read(block_id)) for block_id in recall.block_ids[:2]]
     bench.resume(recall, 2)
     bench.release(keeper.sequence_id)
     bench.run()
     assert bench.tokens(MOVED.sequence_id) == oracle(MOVED)[0][1:]
-    assert len(held) == 2
 
 
 # -- the choice
@@ -192,7 +190,7 @@ def test_a_prompt_that_was_computed_here_is_not_recalled() -> None:
 
 def test_a_model_with_windows_recalls_nothing() -> None:
     """Of a group with a window other blocks are needed than the owner would lend."""
-    bench = _bench(groups=(KVGroup(), KVGroup(View(6))), num_blocks=24)
+    bench = _bench(16, groups=(KVGroup(), KVGroup(View(6))))
     bench.add(OLD)
     bench.steps(2)
     _hand_over(bench)
@@ -241,8 +239,7 @@ def test_only_what_waits_for_it_is_resumed() -> None:
     bench.step()
     bench.scheduler.resume(parked.sequence_id, 0, 0)
     bench.run()
-    _require = bench.tokens(MOVED.sequence_id)
-    assert _require == oracle(MOVED)[0][1:]
+    assert bench.tokens(MOVED.sequence_id) == oracle(MOVED)[0][1:]
     assert bench.of(parked.sequence_id, NewTokens) == []
 
 
@@ -272,13 +269,13 @@ def test_candidates_are_recalled_each_for_itself() -> None:
     spec = make_spec(
         "moved", MOVED.prompt_ids, max_tokens=14, candidates=(0, 1), time_budget_s=50.0, ignore_eos=True
     )
-    bench = _bench()
+    bench = _bench(victim="lifo")
     bench.add(OLD)
     bench.steps(2)
     _hand_over(bench, spec)
     first = _recalled(bench, spec)
-    num_others = bench.scheduler.stats().num_running + bench.scheduler.stats().num_waiting - 1
-    assert num_others >= 1
+    # The other one lost only what it did not share, and waits for its turn.
+    assert bench.scheduler.stats().preemptions == {"recompute": 1, "swap": 0, "remote": 1}
     bench.clock.advance(60.0)
     bench.step()
     assert bench.end(spec.sequence_id, first.candidate) is None

@@ -18,7 +18,7 @@ from paceline.core.request import (
     SequenceSpec,
     TokenLogprob,
 )
-from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.events import BlocksReady, Failed, NewTokens, PromptScored, Recall, Reserved, Started
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.engine.pressure import PressureConfig
@@ -57,6 +57,7 @@ def _random_policies(rng: random.Random) -> dict[str, object]:
         "overload_wait_s": rng.choice((0.05, 5.0)),
         "static_batch_size": rng.choice((1, 4)),
         "num_swap_blocks": rng.choice((0, 0, 6, 100)),
+        "may_recall": rng.choice((False, True, True)),
     }
 
 
@@ -82,6 +83,8 @@ class History:
             groups=self.groups,
             **_random_policies(self.rng),  # type: ignore[arg-type] # each has its field's type
         )
+        if self.rng.random() < 0.5:
+            self.bench.scheduler.costs.remote_block_s = 1e-9
         self.max_tokens = max(
             n
             for n in range(1, num_blocks * BLOCK_SIZE + 1)
@@ -93,6 +96,10 @@ class History:
         self.released: set[SequenceId] = set()
         # Candidates that were cancelled alone, or whose first token was their last and came from elsewhere.
         self.silenced: set[tuple[SequenceId, int]] = set()
+        # Recalls that have been answered, or will not be, and loans that are out.
+        self.answered: set[tuple[SequenceId, int, int]] = set()
+        self.num_loans = 0
+        self.loans: list[SequenceId] = []
 
     def run(self, num_steps: int) -> None:
         """Some steps of everything, then to the end."""
@@ -110,16 +117,27 @@ class History:
             self._add()
         if rng.random() < 0.5:
             self._commit_one()
-        if rng.random() < 0.3:
-            self._release_one_held()
         if self.live and rng.random() < 0.05:
             self._release(rng.choice(sorted(self.live)))
         if self.live and rng.random() < 0.1:
             self._cancel_one(rng.choice(sorted(self.live)))
-        if rng.random() < 0.3:
-            self._write_rubbish()
+        self._act_elsewhere()
         if rng.random() < 0.05:
             self.bench.clock.advance(1.0)
+
+    def _act_elsewhere(self) -> None:
+        """Receivers write and answer, readers come and go."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            self._release_one_held()
+        if rng.random() < 0.5:
+            self._answer_one()
+        if rng.random() < 0.1:
+            self._lend_one()
+        if self.loans and rng.random() < 0.2:
+            self._end_one_loan()
+        if rng.random() < 0.3:
+            self._write_rubbish()
 
     def _add(self) -> None:
         spec, role = self._random_spec(), self.rng.choice(ROLES)
@@ -215,6 +233,50 @@ class History:
             reserved = self.bench.one(sequence_id, Reserved)
             for block_id in reserved.block_ids[reserved.num_held :]:
                 self.bench.runner.memory.write(block_id, 0, self.rng.randbytes(8))
+        for _, recall in self._recalled():
+            for block_id in recall.block_ids[recall.num_held :]:
+                self.bench.runner.memory.write(block_id, 0, self.rng.randbytes(8))
+
+    def _recalled(self) -> list[tuple[tuple[SequenceId, int, int], Recall]]:
+        """Those that wait for their prompt again; the place among a sequence's recalls tells one from another."""
+        recalls = [
+            ((recall.sequence_id, recall.candidate, place), recall)
+            for sequence_id in sorted(self.live)
+            for place, recall in enumerate(self.bench.of(sequence_id, Recall))
+        ]
+        return [
+            (key, recall)
+            for key, recall in recalls
+            if key not in self.answered and (recall.sequence_id, recall.candidate) not in self.silenced
+        ]
+
+    def _answer_one(self) -> None:
+        """All of it comes, or a part of it, or nothing."""
+        recalled = self._recalled()
+        if recalled:
+            key, recall = self.rng.choice(recalled)
+            self.answered.add(key)
+            num_held, num_asked = recall.num_held, len(recall.block_ids)
+            self.bench.resume(
+                recall, self.rng.choice((num_held, self.rng.randint(num_held, num_asked), num_asked))
+            )
+
+    def _lend_one(self) -> None:
+        """Somebody asks for a beginning of a prompt that has been here, or of another one."""
+        if not self.specs:
+            return
+        spec = self.rng.choice(list(self.specs.values()))[0]
+        token_ids = (*spec.prompt_ids, 0, 1, 2, 3)
+        token_ids = token_ids[: len(token_ids) // BLOCK_SIZE * BLOCK_SIZE]
+        self.num_loans += 1
+        loan = make_spec(f"loan-{self.num_loans}", token_ids, max_tokens=1, cache_scope=spec.cache_scope)
+        self.loans.append(self.bench.add(loan, SequenceRole.LEND))
+
+    def _end_one_loan(self) -> None:
+        loan = self.loans.pop(self.rng.randrange(len(self.loans)))
+        if self.bench.of(loan, Started):
+            self._check_leased_blocks(loan)
+        self.bench.release(loan)
 
     def _release_one_held(self) -> None:
         held = [i for i in sorted(self.live) if self._is_held(i)]
@@ -254,8 +316,11 @@ class History:
     def _drain(self) -> None:
         """Nobody new comes, and receivers and readers do their part: all that is left must end."""
         num_idle = 0
+        while self.loans:
+            self._end_one_loan()
         while self.live:
             self._commit_one()
+            self._answer_one()
             self._release_one_held()
             num_idle = 0 if self._step() else num_idle + 1
             assert num_idle < 30, f"no progress: {self.bench.scheduler.stats()}"
@@ -348,7 +413,12 @@ def test_random_histories_take_every_way(layers: str) -> None:
         seen.update(hits=pool.num_hits, evicted=pool.num_evictions, refused=stats.num_batch_refused)
         ends = [history.bench.end(i, spec.candidates[0]) for i, (spec, _) in history.specs.items()]
         seen.update(late=sum(isinstance(end, DeadlineError) for end in ends))
-    ways = ("recompute", "swap", "hits", "evicted", "refused", "late")
+        loans = [history.bench.events[make_id(f"loan-{n + 1}")] for n in range(history.num_loans)]
+        seen.update(type(events[-1]).__name__ for events in loans if events)
+        seen.update(recalled=sum(len(history.bench.of(i, Recall)) for i in history.specs))
+    ways = ["recompute", "swap", "hits", "evicted", "refused", "late", Failed.__name__]
+    if layers == "whole":
+        ways += ["remote", "recalled", BlocksReady.__name__]
     assert min(seen[way] for way in ways) > 2, seen
 
 
