@@ -64,8 +64,18 @@ def _random_policies(rng: random.Random) -> dict[str, object]:
 class History:
     """One scheduler and everybody who uses it: routers that add and cancel, receivers, readers of leases."""
 
-    def __init__(self, seed: int, hash_block: HashBlock = hash_block, layers: str = "whole") -> None:
+    def __init__(
+        self,
+        seed: int,
+        hash_block: HashBlock = hash_block,
+        layers: str = "whole",
+        *,
+        is_handed_over: bool = False,
+    ) -> None:
         self.rng = random.Random(seed)
+        # Most come from elsewhere, and are pulled again whenever that is possible.
+        self.roles = (*ROLES, *[SequenceRole.AWAIT_KV] * 6) if is_handed_over else ROLES
+        recalls = {"may_recall": True, "num_swap_blocks": 0} if is_handed_over else {}
         kinds = (LayerKV(1, 1, 1, window, num_sink_tokens=sinks) for window, sinks in LAYERS[layers])
         layout = KVLayout(tuple(kinds), BLOCK_SIZE, "float32")
         self.groups = layout.groups
@@ -81,9 +91,9 @@ class History:
             eos=self.rng.sample(range(VOCAB_SIZE), self.rng.choice((0, 4))),
             hash_block=hash_block,
             groups=self.groups,
-            **_random_policies(self.rng),  # type: ignore[arg-type] # each has its field's type
+            **(_random_policies(self.rng) | recalls),  # type: ignore[arg-type] # each has its field's type
         )
-        if self.rng.random() < 0.5:
+        if is_handed_over or self.rng.random() < 0.5:
             self.bench.scheduler.costs.remote_block_s = 1e-9
         self.max_tokens = max(
             n
@@ -140,7 +150,7 @@ class History:
             self._write_rubbish()
 
     def _add(self) -> None:
-        spec, role = self._random_spec(), self.rng.choice(ROLES)
+        spec, role = self._random_spec(), self.rng.choice(self.roles)
         self.specs[spec.sequence_id] = spec, role
         self.live.add(self.bench.add(spec, role))
 
@@ -384,6 +394,18 @@ def test_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) -> No
     history = History(seed, layers=layers)
     history.run(120)
     assert history.bench.pool.stats().num_collisions == 0
+
+
+def test_random_histories_of_a_decode_worker_recall_what_they_can() -> None:
+    """Where most prompts come from elsewhere, many are recalled, wholly, in part or not at all, and the tokens are the oracle's."""
+    recalls: list[Recall] = []
+    for seed in range(25):
+        history = History(seed, is_handed_over=True)
+        history.run(120)
+        recalls += [recall for i in history.specs for recall in history.bench.of(i, Recall)]
+    assert len(recalls) > 10
+    assert any(recall.num_held for recall in recalls)
+    assert any(recall.candidate for recall in recalls)
 
 
 @pytest.mark.thorough
