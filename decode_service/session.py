@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from decode_service.recalls import Recalls
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Recall, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
@@ -38,6 +39,7 @@ class DecodeSession:
         self._live: dict[SequenceId, set[int]] = {}
         self._reservations: dict[SequenceId, asyncio.Future[Reserved]] = {}
         self._hand_overs: dict[SequenceId, asyncio.Task[None]] = {}
+        self._recalls = Recalls(worker)
         self._outbox: list[decode_pb2.SequenceEvent] = []
         self._ended = False
         self._wake = asyncio.Event()
@@ -89,11 +91,12 @@ class DecodeSession:
         return events
 
     async def aclose(self) -> None:
-        """Gives up every sequence; returns when no hand-over writes any more."""
+        """Gives up every sequence; returns when no hand-over and no recall writes any more."""
         hand_overs = list(self._hand_overs.values())
         for sequence_id in list(self._live):
             self._give_up(sequence_id)
         await asyncio.gather(*hand_overs, return_exceptions=True)
+        await self._recalls.aclose()
 
     # -- hand-over
 
@@ -103,8 +106,9 @@ class DecodeSession:
         It is released only after the receiver has returned: until then the receiver may write to its blocks.
         """
         sequence_id = spec.sequence_id
+        deadline_s = _deadline_s(spec)
         try:
-            async with asyncio.timeout(spec.time_budget_s), self._worker.receiver.hold(ticket) as hand_over:
+            async with asyncio.timeout_at(deadline_s), self._worker.receiver.hold(ticket) as hand_over:
                 reserved = await self._reserve(spec)
                 started_s = time.monotonic()
                 received = await hand_over.receive(reserved.block_ids, reserved.num_held)
@@ -136,6 +140,8 @@ class DecodeSession:
         for first in first_tokens:
             if first.finish_reason is not None:
                 self._note_end(sequence_id, first.candidate)
+        if sequence_id in self._live:
+            self._recalls.remember(spec, ticket, deadline_s)
         self._worker.engine.commit(sequence_id, first_tokens)
 
     async def _reserve(self, spec: SequenceSpec) -> Reserved:
@@ -151,12 +157,17 @@ class DecodeSession:
         self._send_failed(sequence_id, as_paceline_error(error))
 
     def _give_up(self, sequence_id: SequenceId) -> None:
-        self._live.pop(sequence_id, None)
+        live = self._live.pop(sequence_id, set())
+        self._recalls.forget(sequence_id)
         hand_over = self._receiving(sequence_id)
         if hand_over is not None:
             hand_over.cancel()
-        else:
+            return
+        recalled = {candidate for candidate in live if self._recalls.give_up(sequence_id, candidate)}
+        if not recalled:
             self._worker.engine.release(sequence_id)
+        for candidate in live - recalled if recalled else ():
+            self._worker.engine.release_candidate(sequence_id, candidate)
 
     def _give_up_candidate(self, sequence_id: SequenceId, candidate: int) -> None:
         if self._live[sequence_id] == {candidate}:
@@ -164,7 +175,7 @@ class DecodeSession:
             return
         self._note_end(sequence_id, candidate)
         # Blocks that are still being filled are the others' too; the commit leaves the candidate out.
-        if self._receiving(sequence_id) is None:
+        if self._receiving(sequence_id) is None and not self._recalls.give_up(sequence_id, candidate):
             self._worker.engine.release_candidate(sequence_id, candidate)
 
     def _receiving(self, sequence_id: SequenceId) -> asyncio.Task[None] | None:
@@ -176,6 +187,7 @@ class DecodeSession:
         live.discard(candidate)
         if not live:
             self._live.pop(sequence_id, None)
+            self._recalls.forget(sequence_id)
 
     # -- what the engine says
 
@@ -187,6 +199,8 @@ class DecodeSession:
         match event:
             case Reserved():
                 self._take_reservation(event)
+            case Recall():
+                self._recalls.begin(event)
             case Started():
                 started = decode_pb2.SequenceStarted(
                     cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
@@ -216,6 +230,7 @@ class DecodeSession:
             reservation.set_exception(event.error)
             return
         self._live.pop(event.sequence_id, None)
+        self._recalls.forget(event.sequence_id)
         self._send_failed(event.sequence_id, event.error)
 
     def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
@@ -244,6 +259,13 @@ class DecodeSession:
             )
         )
         self._wake.set()
+
+
+def _deadline_s(spec: SequenceSpec) -> float | None:
+    """When the caller stops waiting, on the event loop's clock."""
+    if spec.time_budget_s is None:
+        return None
+    return asyncio.get_running_loop().time() + spec.time_budget_s
 
 
 def _num_that_fit(events: Sequence[decode_pb2.SequenceEvent]) -> int:

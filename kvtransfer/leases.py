@@ -47,7 +47,7 @@ class Lease:
     block_hashes: tuple[BlockHash, ...]
     # Those that are computed, which are always the first ones; they can be read while later ones are not.
     ready: list[ReadyBlock] = field(default_factory=list)
-    # One a candidate, once the prefill has its result.
+    # One a candidate, once the prefill has its result; none for a prefix that is lent out of the cache.
     first_tokens: tuple[FirstToken, ...] = ()
     phase: LeasePhase = LeasePhase.OPEN
     expires_at_s: float = math.inf
@@ -106,13 +106,12 @@ class LeaseTable:
         return True
 
     def complete(self, lease_id: LeaseId, first_tokens: Sequence[FirstToken]) -> bool:
-        """All blocks are ready and the prefill has its result: the clock starts. False when the lease has ended."""
+        """All blocks are ready and the prefill, if it is one's, has its result: the clock starts. False when the lease has ended."""
         lease = self._find(lease_id)
         if lease is None:
             return False
         assert lease.phase is LeasePhase.OPEN, "a lease completes once"
         assert len(lease.ready) == lease.num_blocks, "a lease completes with all of its blocks ready"
-        assert first_tokens, "a prefill ends with a token for each candidate"
         lease.first_tokens = tuple(first_tokens)
         lease.phase = LeasePhase.COMPLETE
         lease.expires_at_s = self._clock() + self._ttl_s
@@ -172,7 +171,7 @@ class LeaseTable:
     async def wait_complete(self, lease: Lease) -> tuple[FirstToken, ...]:
         """The first token of each candidate as soon as the prefill has them; raises as `require_held` does."""
         self.require_held(lease)
-        while not lease.first_tokens:
+        while lease.phase is LeasePhase.OPEN:
             await lease.changed.wait()
             self.require_held(lease)
         return lease.first_tokens
@@ -196,7 +195,8 @@ class LeaseTable:
         for lease in self._leases.values():
             is_complete = lease.phase is LeasePhase.COMPLETE
             assert is_complete or lease.phase is LeasePhase.OPEN, "an ended lease is still in the table"
-            assert is_complete == bool(lease.first_tokens) == math.isfinite(lease.expires_at_s)
+            assert is_complete == math.isfinite(lease.expires_at_s)
+            assert is_complete or not lease.first_tokens, "an open lease has no result"
             assert (
                 len(lease.ready) == lease.num_blocks if is_complete else len(lease.ready) <= lease.num_blocks
             )

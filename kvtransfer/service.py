@@ -6,21 +6,23 @@ from typing import Any
 
 import grpc
 
+from kvtransfer.lending import PrefixLender, PrefixRequest
 from kvtransfer.sender import KVSender
 from kvtransfer.wire import lease_state_to_proto, message_to_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
 from paceline.runtime.grpc_status import abort_with
-from paceline.runtime.wire_internal import fingerprint_from_proto
+from paceline.runtime.wire_internal import fingerprint_from_proto, ticket_to_proto
 from paceline.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """Serves one worker's leases to other workers."""
+    """Serves one worker's leases, and loans from its prefix cache, to other workers. Without a lender it has nothing to lend."""
 
-    def __init__(self, sender: KVSender) -> None:
+    def __init__(self, sender: KVSender, lender: PrefixLender | None = None) -> None:
         self._sender = sender
+        self._lender = lender
 
     async def Pull(
         self, request: kv_transfer_pb2.PullRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -61,3 +63,23 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]
         states = self._sender.release(lease_ids, BootEpoch(request.boot_epoch))
         return kv_transfer_pb2.ReleaseLeasesResponse(states=map(lease_state_to_proto, states))
+
+    async def LeasePrefix(
+        self,
+        request: kv_transfer_pb2.LeasePrefixRequest,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> kv_transfer_pb2.LeasePrefixResponse:
+        """Grants a lease on what is cached."""
+        if self._lender is None:
+            return kv_transfer_pb2.LeasePrefixResponse()
+        call = request.context
+        wanted = PrefixRequest(
+            SequenceId(RequestId(call.request_id), call.attempt), call.cache_scope, tuple(request.token_ids)
+        )
+        try:
+            ticket = await self._lender.lend(
+                wanted, BootEpoch(request.boot_epoch), fingerprint_from_proto(request.fingerprint)
+            )
+        except PacelineError as error:
+            await abort_with(context, error)
+        return kv_transfer_pb2.LeasePrefixResponse(ticket=ticket_to_proto(ticket) if ticket else None)

@@ -8,7 +8,6 @@ import grpc
 from kvtransfer.leases import Lease
 from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.request import FirstToken, SequenceSpec
-from paceline.core.ticket import KvTicket
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import abort_with
@@ -101,17 +100,7 @@ class _Prefill:
         return prefill_pb2.PrefillResponse(result=result)
 
     def _start(self, event: Started) -> prefill_pb2.PrefillStarted:
-        worker = self._worker
-        self._lease = worker.leases.grant(event.sequence_id, event.num_blocks, event.block_hashes)
-        ticket = KvTicket(
-            lease_id=self._lease.lease_id,
-            owner_id=worker.key.worker_id,
-            owner_address=worker.address,
-            boot_epoch=worker.key.boot_epoch,
-            fingerprint=worker.loaded.fingerprint,
-            block_hashes=event.block_hashes,
-            num_blocks=event.num_blocks,
-        )
+        self._lease, ticket = self._worker.grant(event)
         return prefill_pb2.PrefillStarted(
             ticket=ticket_to_proto(ticket), cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
         )

@@ -6,12 +6,12 @@ from paceline.engine.sequence import Sequence, SequenceRole
 
 
 def announce(sequence: Sequence) -> list[Event]:
-    """That it has started, and which blocks of a PREFILL_ONLY one have become ready."""
+    """That it has started, and which blocks of one that others read have become ready."""
     events: list[Event] = []
     if not sequence.announced:
         sequence.announced = True
         events.append(_started(sequence))
-    if sequence.role is SequenceRole.PREFILL_ONLY:
+    if sequence.role in (SequenceRole.PREFILL_ONLY, SequenceRole.LEND):
         events.append(_ready_blocks(sequence))
     return events
 

@@ -15,7 +15,7 @@ from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.engine import Engine, EngineStats, StepResult
-from paceline.engine.events import Event, Failed, NewTokens
+from paceline.engine.events import Event, Failed, NewTokens, Recall
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.log import get_logger
 
@@ -79,7 +79,7 @@ class AsyncEngine:
         """Queues a sequence; `sink` gets its events until its last candidate ends or is released.
 
         False for an id that is in use already: a repeated message is ignored, and the first sink stays. The id of a
-        PREFILL_ONLY sequence is in use until it is released.
+        PREFILL_ONLY or LEND sequence is in use until it is released.
         """
         if self._failed:
             sink([Failed(spec.sequence_id, _dead())])
@@ -87,7 +87,7 @@ class AsyncEngine:
         if spec.sequence_id in self._listeners:
             return False
         self._listeners[spec.sequence_id] = _Listener(sink, set(spec.candidates))
-        if role is SequenceRole.PREFILL_ONLY:
+        if role in (SequenceRole.PREFILL_ONLY, SequenceRole.LEND):
             self._held.add(spec.sequence_id)
         self._commands.put(lambda engine: engine.add(spec, role))
         return True
@@ -103,8 +103,12 @@ class AsyncEngine:
             self._note_end(sequence_id, candidate)
         self._commands.put(lambda engine: engine.commit(sequence_id, first_tokens))
 
+    def resume(self, sequence_id: SequenceId, candidate: int, num_blocks: int) -> None:
+        """What was asked for with Recall is here: in the first `num_blocks` blocks, those held among them."""
+        self._commands.put(lambda engine: engine.resume(sequence_id, candidate, num_blocks))
+
     def release_candidate(self, sequence_id: SequenceId, candidate: int) -> None:
-        """Forgets one candidate of a sequence that waits for nothing from outside; the others go on."""
+        """Forgets one candidate of a sequence; the others go on. Nobody may be filling its blocks from outside."""
         self._note_end(sequence_id, candidate)
         asked_at_step = self.stats.num_steps
         self._commands.put(lambda engine: engine.release(sequence_id, asked_at_step, candidate))
@@ -178,7 +182,7 @@ class AsyncEngine:
             listener = self._listeners.get(event.sequence_id)
             if listener is None:  # released since
                 continue
-            if isinstance(event, NewTokens) and event.candidate not in listener.candidates:
+            if isinstance(event, NewTokens | Recall) and event.candidate not in listener.candidates:
                 continue
             grouped[listener.tell].append(event)
             if isinstance(event, NewTokens) and event.finish_reason is not None:

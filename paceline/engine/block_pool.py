@@ -59,6 +59,11 @@ class BlockPool:
         self._num_hits = self._num_evictions = self._num_collisions = 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a sequence has one table, all of which every later token sees: one KV group, without a window."""
+        return self._is_windowed == [False]
+
+    @property
     def num_available(self) -> int:
         """Blocks that nobody holds and that are pledged to nobody."""
         num_held_whole = self.num_blocks - len(self._free) - len(self._windowed)

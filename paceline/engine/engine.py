@@ -112,6 +112,10 @@ class Engine:
         """The sequence's KV has arrived in its reserved blocks; see Scheduler.commit."""
         self._scheduler.commit(sequence_id, first_tokens)
 
+    def resume(self, sequence_id: SequenceId, candidate: int, num_blocks: int) -> None:
+        """What was asked for with Recall is here, as far as it comes; see Scheduler.resume."""
+        self._scheduler.resume(sequence_id, candidate, num_blocks)
+
     def release(self, sequence_id: SequenceId, asked_at_step: int, candidate: int | None = None) -> None:
         """Forgets a sequence, or one candidate of it. Someone asked for it when `asked_at_step` steps had been taken."""
         self._scheduler.release(sequence_id, candidate)

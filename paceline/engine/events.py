@@ -26,7 +26,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """More of a PREFILL_ONLY sequence is computed: the next of the blocks that a hand-over moves."""
+    """More of a PREFILL_ONLY sequence is computed: the next of the blocks that a hand-over moves. All of a LEND one are."""
 
     sequence_id: SequenceId
     num_computed_tokens: int
@@ -53,6 +53,22 @@ class Reserved:
     """
 
     sequence_id: SequenceId
+    block_ids: tuple[BlockId, ...]
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A preempted sequence has its blocks again, and another worker may still have what was in the first of them.
+
+    `token_ids` are those of full blocks, which are `block_ids` and have `block_hashes`. The first `num_held` have their
+    content already. The sequence waits until it is resumed, with as many of them as have come.
+    """
+
+    sequence_id: SequenceId
+    candidate: int
+    token_ids: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId, ...]
     num_held: int
 
@@ -84,4 +100,4 @@ class Failed:
     error: PacelineError
 
 
-Event = Started | BlocksReady | PromptScored | Reserved | NewTokens | Failed
+Event = Started | BlocksReady | PromptScored | Reserved | Recall | NewTokens | Failed

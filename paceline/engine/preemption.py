@@ -23,6 +23,8 @@ class Preemption:
         swap: SwapSpace,
         costs: CostEstimate,
         clock: Clock,
+        *,
+        may_recall: bool,
     ) -> None:
         self._policy = VICTIM_POLICIES[policy]
         self._pool = pool
@@ -31,6 +33,8 @@ class Preemption:
         self._costs = costs
         self._clock = clock
         self.num_rounds = 0
+        # Where there are windows, a prefix of the owner's is not what is needed here.
+        self._may_recall = may_recall and pool.is_whole
         self.counts = Counter[PreemptionKind]()
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
@@ -61,8 +65,8 @@ class Preemption:
         # What others hold too stays in the cache.
         num_shared = len(sequence.blocks.held_places()) - num_freed
         num_lost = max(0, sequence.num_computed_tokens - num_shared * size)
-        num_remote = max(0, min(sequence.num_remote_tokens - num_shared * size, num_lost))
-        return Loss(num_lost, num_freed, num_remote, num_remote // size)
+        num_remote = max(0, min(sequence.num_remote_tokens // size - num_shared, num_lost // size))
+        return Loss(num_lost, num_freed, num_remote * size, num_remote)
 
     def _kinds(self, sequence: Sequence) -> frozenset[PreemptionKind]:
         kinds = {PreemptionKind.RECOMPUTE}
@@ -70,12 +74,16 @@ class Preemption:
         is_decoding = sequence in self._running.decoding
         if is_decoding and len(sequence.blocks.held_places()) <= self._swap.num_free:
             kinds.add(PreemptionKind.SWAP)
+        # What bypasses the cache is in nobody's.
+        if is_decoding and self._may_recall and sequence.num_remote_tokens and not sequence.spec.bypass_cache:
+            kinds.add(PreemptionKind.REMOTE)
         return frozenset(kinds)
 
     def _take_blocks(self, sequence: Sequence) -> None:
         _, kind = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
         if kind is PreemptionKind.SWAP:
             self._swap_out(sequence)
+        sequence.is_recallable = kind is PreemptionKind.REMOTE
         self.counts[kind] += 1
         self._running.remove(sequence)
         sequence.status = SequenceStatus.PREEMPTED

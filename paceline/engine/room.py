@@ -51,6 +51,25 @@ class Room:
             sequence.refused_with = self._pool.num_available
         return taken
 
+    def lend(self, sequence: Sequence) -> bool:
+        """Holds the longest cached prefix of its full blocks, if there is one; takes no other block.
+
+        What is lent is not available. So much of the rest stays as for a sequence that comes in.
+        """
+        # Of a group with a window a reader needs other blocks, depending on what it has computed itself.
+        if not self._pool.is_whole or sequence.spec.bypass_cache:
+            return False
+        self.extend_hashes(sequence)
+        prefix = find_prefix(self._pool, sequence.chain, len(sequence.block_hashes))
+        sequence.num_computed_tokens = sequence.num_cached_tokens = prefix.num_blocks * self._pool.block_size
+        return prefix.num_blocks > 0 and sequence.blocks.reserve(
+            prefix,
+            sequence.num_computed_tokens,
+            self._max_step_tokens,
+            is_filled_outside=False,
+            spare=self._num_spare(sequence, from_cushion=False),
+        )
+
     def extend_hashes(self, sequence: Sequence) -> None:
         """Names the blocks that have become full."""
         size, hashes = self._pool.block_size, sequence.block_hashes

@@ -12,7 +12,7 @@ from itertools import islice
 
 from paceline.core.block_hash import chain_root, hash_block
 from paceline.core.clock import Clock, monotonic
-from paceline.core.errors import DeadlineError
+from paceline.core.errors import DeadlineError, KvLostError
 from paceline.core.request import FirstToken, Priority, SequenceId, SequenceSpec, TokenLogprob
 from paceline.engine.admission import ALL_CLASSES, Admission
 from paceline.engine.announce import announce, new_token, reserved, take_scores
@@ -22,11 +22,12 @@ from paceline.engine.costs import CostEstimate, PreemptionKind
 from paceline.engine.decode import scheduled_decodes, take_decodes
 from paceline.engine.events import Event, Failed, NewTokens
 from paceline.engine.expert_groups import share_experts, take_turns
-from paceline.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Accounts
+from paceline.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, Account, Accounts
 from paceline.engine.invariants import check_invariants
 from paceline.engine.overload import BatchMode, Overload
 from paceline.engine.preemption import Preemption
 from paceline.engine.pressure import Pressure
+from paceline.engine.recalls import Recalls
 from paceline.engine.room import HashBlock, Room
 from paceline.engine.running import Running
 from paceline.engine.scheduler_config import SchedulerConfig
@@ -98,7 +99,12 @@ class Scheduler:
         )
         self._admission = Admission(config, self._running, self._room, self._pressure, self._overload)
         self._choose_decodes = share_experts if config.group_by_experts else take_turns
-        self._preemption = Preemption(config.victim, pool, self._running, self._swap, self.costs, clock)
+        self._preemption = Preemption(
+            config.victim, pool, self._running, self._swap, self.costs, clock, may_recall=config.may_recall
+        )
+        self._recalls = Recalls(pool.block_size, self.costs, clock)
+        # What was found out between two steps, for the next one to say.
+        self._news: list[Event] = []
         # What the step under way computes: first those that decode, then chunks, by their number of tokens.
         self._decodes: list[Sequence] = []
         self._chunks: dict[Sequence, int] = {}
@@ -106,7 +112,7 @@ class Scheduler:
     # -- commands
 
     def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
-        """Queues a sequence. A second one with the same id is a repeated message and is ignored."""
+        """Queues a sequence; one that lends has its blocks at once. A second one with the same id is ignored, as a repeated message."""
         if spec.sequence_id in self._families:
             return
         sequence = Sequence(
@@ -114,13 +120,17 @@ class Scheduler:
             role=role,
             root=chain_root(self.config.fingerprint, spec.cache_scope),
             blocks=SequenceBlocks(self.pool, self._content),
-            account=self.accounts.enter(spec.tenant),
+            # A loan is no service to a tenant.
+            account=Account("") if role is SequenceRole.LEND else self.accounts.enter(spec.tenant),
             eos_token_ids=self.config.eos_token_ids,
             number=self._num_added,
             arrival_s=self._clock(),
         )
         self._num_added += 1
         self._families[spec.sequence_id] = [sequence]
+        if role is SequenceRole.LEND:
+            self._lend(sequence)
+            return
         self._admission.queue_of(sequence).add(sequence)
         self._watch_deadline(sequence)
 
@@ -130,12 +140,9 @@ class Scheduler:
         Of a candidate whose first token ends it, or that has none here, nothing more is said.
         """
         (sequence, *_) = self._families.get(sequence_id, (None,))
-        if sequence not in self._running.parked:
+        if sequence not in self._running.parked or sequence in self._recalls:
             return
-        if sequence.deadline_s <= self._clock():
-            # It has passed meanwhile; the next step finds that out.
-            self._watch_deadline(sequence)
-        self._running.remove(sequence)
+        self._unpark(sequence)
         sequence.role, sequence.status = SequenceRole.GENERATE, SequenceStatus.RUNNING
         sequence.announced = True
         sequence.num_remote_tokens = len(sequence.spec.prompt_ids)
@@ -144,6 +151,16 @@ class Scheduler:
         self._seal(sequence)
         going_on = {first.candidate: first.token_id for first in first_tokens if first.finish_reason is None}
         self._go_on(sequence, going_on)
+
+    def resume(self, sequence_id: SequenceId, candidate: int, num_blocks: int) -> None:
+        """What was asked for with Recall is here as far as it comes: in the first `num_blocks` blocks, those held among them."""
+        sequence = self._recalls.find(self._families.get(sequence_id, ()), candidate)
+        if sequence is None:
+            return
+        self._unpark(sequence)
+        self._recalls.end(sequence, num_blocks)
+        self._seal(sequence)
+        self._compute(sequence)
 
     def release(self, sequence_id: SequenceId, candidate: int | None = None) -> None:
         """Forgets a sequence, or one candidate of it, whatever its state, and frees its blocks; unknown ones are ignored.
@@ -160,13 +177,13 @@ class Scheduler:
     # -- the step
 
     def has_work(self) -> bool:
-        """Whether a step could do anything. Sequences that wait for KV from outside do not count."""
-        return bool(self._running.decoding or self._running.prefilling or len(self._admission))
+        """Whether a step could do, or say, anything. Sequences that wait for KV from outside do not count."""
+        return bool(self._running.decoding or self._running.prefilling or len(self._admission) or self._news)
 
     def schedule(self) -> SchedulerOutput:
         """Chooses this step's tokens: decodes, then chunks of running prefills, then whoever waits and fits."""
         now_s = self._clock()
-        events = self._expire(now_s)
+        events = [*self._take_news(), *self._expire(now_s)]
         self._admission.begin_step(now_s)
         events += self._refuse()
         may_admit = self._plan_decodes()
@@ -286,15 +303,28 @@ class Scheduler:
         if sequence.started_s is None:
             sequence.started_s = self._clock()
             sequence.account.service += PROMPT_TOKEN * sequence.num_uncomputed_tokens
-        else:
-            self._num_recomputed += sequence.num_uncomputed_tokens - 1
         if sequence.role is SequenceRole.AWAIT_KV:
             sequence.status = SequenceStatus.WAITING_FOR_KV
             self._running.parked[sequence] = None
             events.append(reserved(sequence, self.pool.block_size))
+        elif recall := self._recalls.begin(sequence):
+            self._running.parked[sequence] = None
+            events.append(recall)
         else:
-            sequence.status = SequenceStatus.RUNNING
-            self._running.prefilling[sequence] = None
+            self._compute(sequence)
+
+    def _compute(self, sequence: Sequence) -> None:
+        """From now on it computes what is missing of its known tokens."""
+        sequence.status = SequenceStatus.RUNNING
+        self._running.prefilling[sequence] = None
+        if sequence.num_preemptions:
+            self._num_recomputed += sequence.num_uncomputed_tokens - 1
+
+    def _unpark(self, sequence: Sequence) -> None:
+        """It waits for KV no more. Its deadline may have passed meanwhile; the next step finds that out."""
+        self._running.remove(sequence)
+        if sequence.deadline_s <= self._clock():
+            self._watch_deadline(sequence)
 
     def _plan_chunk(self, sequence: Sequence, budget: int) -> int:
         planned = self._chunks.get(sequence, 0)
@@ -323,6 +353,23 @@ class Scheduler:
         num_up = int((self._clock() - sequence.arrival_s) // self.config.aging_s)
         return max(0, sequence.spec.priority - num_up)
 
+    def _lend(self, sequence: Sequence) -> None:
+        """Holds what is cached of its prompt until it is released, or forgets it if nothing is; the next step says which."""
+        sequence.started_s = sequence.arrival_s
+        if self._room.lend(sequence):
+            self._hold(sequence)
+            self._news += announce(sequence)
+        else:
+            self._drop(sequence)
+            self._news.append(
+                Failed(sequence.sequence_id, KvLostError("no block of the prefix is cached here"))
+            )
+
+    def _take_news(self) -> list[Event]:
+        news, self._news = self._news, []
+        # Of those that are released meanwhile nothing more is said.
+        return [event for event in news if isinstance(event, Failed) or event.sequence_id in self._families]
+
     def _watch_deadline(self, sequence: Sequence) -> None:
         if sequence.spec.time_budget_s is not None:
             heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence.sequence_id))
@@ -336,7 +383,7 @@ class Scheduler:
             if not family or family[0].number != number or family[0].status is SequenceStatus.FINISHED:
                 continue
             # Whoever fills its blocks looks at the clock too, and must stop before they are given back.
-            if family[0] in self._running.parked:
+            if any(member in self._running.parked for member in family):
                 continue
             events.append(Failed(sequence_id, DeadlineError(family[0].phase)))
             if family[0].role is SequenceRole.PREFILL_ONLY and family[0].announced:
@@ -431,7 +478,10 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         """Forgets one sequence, and its family with the last one."""
         self._admission.remove(sequence)
+        if sequence in self._running.parked:
+            self._unpark(sequence)
         self._running.remove(sequence)
+        self._recalls.forget(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.forget_blocks()
         self._swap.drop(sequence.saved)
@@ -440,10 +490,11 @@ class Scheduler:
         if not family:
             del self._families[sequence.sequence_id]
             self._forget_deadlines()
-            self.accounts.leave(sequence.account)
+            if sequence.role is not SequenceRole.LEND:
+                self.accounts.leave(sequence.account)
 
     def _hold(self, sequence: Sequence) -> None:
-        """Ends a PREFILL_ONLY sequence; its blocks are held until it is released."""
+        """Ends a sequence whose blocks others read; they are held until it is released."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
 

@@ -40,3 +40,5 @@ class SchedulerConfig:
     group_by_experts: bool = False
     # Blocks in host memory for preempted sequences.
     num_swap_blocks: int = 0
+    # Whether somebody answers each Recall with resume(): then a preempted sequence may be pulled again from where it came.
+    may_recall: bool = False

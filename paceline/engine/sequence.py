@@ -29,6 +29,7 @@ class SequenceRole(enum.Enum):
     GENERATE = "generate"  # compute the prompt and generate
     PREFILL_ONLY = "prefill_only"  # compute the prompt, give one token, hold the blocks until released
     AWAIT_KV = "await_kv"  # the prompt's KV comes from outside; becomes GENERATE when it is there
+    LEND = "lend"  # hold what is cached of the prompt until released; compute nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +82,9 @@ class Sequence:
     saved: list[SavedPlace] = field(default_factory=list)
     # The experts that computed its last token, a bit each; 0 while nobody tells.
     experts: int = 0
-    # Leading tokens that another worker has computed, and may still have.
+    # Leading tokens that another worker has computed, and may still have; whether they are asked for when it comes in again.
     num_remote_tokens: int = 0
+    is_recallable: bool = False
     # Which token would end it how, and how long it may become.
     ends: dict[int, FinishReason] = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/kv_transfer.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"|\n\x0bPullRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x13\n\x0bheld_hashes\x18\x04 \x03(\x0c\"e\n\x0cPullResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvChunkH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.paceline.v1.PullEndH\x00\x42\t\n\x07message\"J\n\x07KvChunk\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"8\n\x07PullEnd\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken\";\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\">\n\x13RenewLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"h\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12)\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x17.paceline.v1.AttemptRef\"1\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x15ReleaseLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState*Y\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11LEASE_STATE_VALID\x10\x01\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x02\x32\xfc\x01\n\x11KvTransferService\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x12P\n\x0bRenewLeases\x12\x1f.paceline.v1.RenewLeasesRequest\x1a .paceline.v1.RenewLeasesResponse\x12V\n\rReleaseLeases\x12!.paceline.v1.ReleaseLeasesRequest\x1a\".paceline.v1.ReleaseLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/kv_transfer.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"|\n\x0bPullRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x13\n\x0bheld_hashes\x18\x04 \x03(\x0c\"e\n\x0cPullResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvChunkH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.paceline.v1.PullEndH\x00\x42\t\n\x07message\"J\n\x07KvChunk\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"8\n\x07PullEnd\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken\";\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\">\n\x13RenewLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"h\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12)\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x17.paceline.v1.AttemptRef\"1\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x15ReleaseLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"\x9a\x01\n\x12LeasePrefixRequest\x12\x12\n\nboot_epoch\x18\x01 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12)\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"<\n\x13LeasePrefixResponse\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.paceline.v1.KvTicket*Y\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11LEASE_STATE_VALID\x10\x01\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x02\x32\xce\x02\n\x11KvTransferService\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x12P\n\x0bRenewLeases\x12\x1f.paceline.v1.RenewLeasesRequest\x1a .paceline.v1.RenewLeasesResponse\x12V\n\rReleaseLeases\x12!.paceline.v1.ReleaseLeasesRequest\x1a\".paceline.v1.ReleaseLeasesResponse\x12P\n\x0bLeasePrefix\x12\x1f.paceline.v1.LeasePrefixRequest\x1a .paceline.v1.LeasePrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=783
-  _globals['_LEASESTATE']._serialized_end=872
+  _globals['_LEASESTATE']._serialized_start=1002
+  _globals['_LEASESTATE']._serialized_end=1091
   _globals['_PULLREQUEST']._serialized_start=72
   _globals['_PULLREQUEST']._serialized_end=196
   _globals['_PULLRESPONSE']._serialized_start=198
@@ -52,6 +52,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTEMPTREF']._serialized_end=715
   _globals['_RELEASELEASESRESPONSE']._serialized_start=717
   _globals['_RELEASELEASESRESPONSE']._serialized_end=781
-  _globals['_KVTRANSFERSERVICE']._serialized_start=875
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1127
+  _globals['_LEASEPREFIXREQUEST']._serialized_start=784
+  _globals['_LEASEPREFIXREQUEST']._serialized_end=938
+  _globals['_LEASEPREFIXRESPONSE']._serialized_start=940
+  _globals['_LEASEPREFIXRESPONSE']._serialized_end=1000
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1094
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1428
 # @@protoc_insertion_point(module_scope)

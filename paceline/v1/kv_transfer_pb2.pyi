@@ -92,3 +92,21 @@ class ReleaseLeasesResponse(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     states: _containers.RepeatedScalarFieldContainer[LeaseState]
     def __init__(self, states: _Optional[_Iterable[_Union[LeaseState, str]]] = ...) -> None: ...
+
+class LeasePrefixRequest(_message.Message):
+    __slots__ = ("boot_epoch", "fingerprint", "context", "token_ids")
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    boot_epoch: int
+    fingerprint: _engine_pb2.ModelFingerprint
+    context: _engine_pb2.CallContext
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., context: _Optional[_Union[_engine_pb2.CallContext, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeasePrefixResponse(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: _engine_pb2.KvTicket
+    def __init__(self, ticket: _Optional[_Union[_engine_pb2.KvTicket, _Mapping]] = ...) -> None: ...

@@ -50,6 +50,11 @@ class KvTransferServiceStub:
                 request_serializer=paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesResponse.FromString,
                 _registered_method=True)
+        self.LeasePrefix = channel.unary_unary(
+                '/paceline.v1.KvTransferService/LeasePrefix',
+                request_serializer=paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServiceServicer:
@@ -77,6 +82,14 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeasePrefix(self, request, context):
+        """Grants a lease on the longest prefix of some tokens that lies in the owner's prefix cache now. It is complete at once: nothing
+        is computed for it, and its PullEnd has no first token. A worker that drains grants it too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLeases,
                     request_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesResponse.SerializeToString,
+            ),
+            'LeasePrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeasePrefix,
+                    request_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class KvTransferService:
             '/paceline.v1.KvTransferService/ReleaseLeases',
             paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesRequest.SerializeToString,
             paceline_dot_v1_dot_kv__transfer__pb2.ReleaseLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeasePrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KvTransferService/LeasePrefix',
+            paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixRequest.SerializeToString,
+            paceline_dot_v1_dot_kv__transfer__pb2.LeasePrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class KvTransferServiceStub:
     """Keeps leases alive."""
     ReleaseLeases: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeasesRequest, _kv_transfer_pb2.ReleaseLeasesResponse]
     """Ends leases, and says for each whether it was valid until now."""
+    LeasePrefix: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LeasePrefixRequest, _kv_transfer_pb2.LeasePrefixResponse]
+    """Grants a lease on the longest prefix of some tokens that lies in the owner's prefix cache now. It is complete at once: nothing
+    is computed for it, and its PullEnd has no first token. A worker that drains grants it too.
+    """
 
 @_typing.type_check_only
 class KvTransferServiceAsyncStub(KvTransferServiceStub):
@@ -51,6 +55,10 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Keeps leases alive."""
     ReleaseLeases: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeasesRequest, _kv_transfer_pb2.ReleaseLeasesResponse]  # type: ignore[assignment]
     """Ends leases, and says for each whether it was valid until now."""
+    LeasePrefix: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LeasePrefixRequest, _kv_transfer_pb2.LeasePrefixResponse]  # type: ignore[assignment]
+    """Grants a lease on the longest prefix of some tokens that lies in the owner's prefix cache now. It is complete at once: nothing
+    is computed for it, and its PullEnd has no first token. A worker that drains grants it too.
+    """
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by every worker that computes, called by every worker that receives."""
@@ -78,5 +86,15 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.ReleaseLeasesResponse, _abc.Awaitable[_kv_transfer_pb2.ReleaseLeasesResponse]]:
         """Ends leases, and says for each whether it was valid until now."""
+
+    @_abc_1.abstractmethod
+    def LeasePrefix(
+        self,
+        request: _kv_transfer_pb2.LeasePrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.LeasePrefixResponse, _abc.Awaitable[_kv_transfer_pb2.LeasePrefixResponse]]:
+        """Grants a lease on the longest prefix of some tokens that lies in the owner's prefix cache now. It is complete at once: nothing
+        is computed for it, and its PullEnd has no first token. A worker that drains grants it too.
+        """
 
 def add_KvTransferServiceServicer_to_server(servicer: KvTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

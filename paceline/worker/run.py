@@ -16,6 +16,7 @@ from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
+from paceline.worker.lender import Lender
 from paceline.worker.metrics import worker_samples
 from paceline.worker.pinned import pin_unless_stopped, plan_pinned, read_pinned
 from paceline.worker.runner import load_runner
@@ -49,9 +50,13 @@ async def _serve(
     plan = plan_pinned(
         prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
     )
-    async with open_worker(config, loaded) as worker:
+    # Prefill workers get no KV from elsewhere, and so have nobody to ask.
+    may_recall = role == inference_pb2.WORKER_ROLE_DECODE
+    async with open_worker(config, loaded, may_recall=may_recall) as worker:
         name = add_service(server.grpc, worker)
-        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server.grpc)
+        add_KvTransferServiceServicer_to_server(
+            KvTransferServicer(worker.sender, Lender(worker)), server.grpc
+        )
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
         read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
         worker.metrics.registry.register(StatsCollector(read))

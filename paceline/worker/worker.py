@@ -8,16 +8,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtransfer.leases import LeaseTable, sweep_forever
-from kvtransfer.receiver import KVReceiver
+from kvtransfer.borrower import PrefixBorrower
+from kvtransfer.leases import Lease, LeaseTable, sweep_forever
+from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports.grpc import GrpcTransport
 from paceline.core.errors import DrainingError, InvariantError, KvLostError
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, WorkerId
+from paceline.core.ticket import KvTicket
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
+from paceline.engine.events import Started
 from paceline.engine.scheduler import Scheduler
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
@@ -31,6 +34,8 @@ from paceline.worker.scheduling import scheduler_config
 _DRAIN_LOOK_S = 0.05
 # Publishing is behind everybody's back, and what misses its budget is not published again: no hurry.
 _PUBLISH_BUDGET_S = 1.0
+# What is borrowed is computed already, and could be computed here instead: whoever is silent for a second is given up.
+_LOAN_TIMES = HandOverTimes(stall_timeout_s=1.0, max_stalls=1)
 
 
 @dataclass(slots=True)
@@ -45,6 +50,7 @@ class Worker:
     leases: LeaseTable
     sender: KVSender
     receiver: KVReceiver
+    borrower: PrefixBorrower
     metrics: StepMetrics
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,6 +71,20 @@ class Worker:
         if max((*spec.known_ids, *biased_ids, *spec.stop_token_ids)) >= self.loaded.vocab_size:
             raise InvariantError("a token id is outside of the model's vocabulary")
 
+    def grant(self, started: Started) -> tuple[Lease, KvTicket]:
+        """A lease on the blocks of a sequence that others read, and the right to it."""
+        lease = self.leases.grant(started.sequence_id, started.num_blocks, started.block_hashes)
+        ticket = KvTicket(
+            lease_id=lease.lease_id,
+            owner_id=self.key.worker_id,
+            owner_address=self.address,
+            boot_epoch=self.key.boot_epoch,
+            fingerprint=self.loaded.fingerprint,
+            block_hashes=started.block_hashes,
+            num_blocks=started.num_blocks,
+        )
+        return lease, ticket
+
     @property
     def is_idle(self) -> bool:
         """Whether nobody's sequence is left and nobody may pull blocks any more."""
@@ -82,8 +102,10 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
-    """The parts of one worker, running; stopped in the opposite order."""
+async def open_worker(
+    config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool
+) -> AsyncIterator[Worker]:
+    """The parts of one worker, running; stopped in the opposite order. `may_recall` is for a tier that answers each Recall."""
     key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
     index = (
         RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
@@ -91,13 +113,15 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
     publisher = PrefixPublisher(index, key)
     failed, metrics = asyncio.Event(), StepMetrics(config)
     engine = AsyncEngine(
-        _engine(config, loaded),
+        _engine(config, loaded, may_recall=may_recall),
         on_changes=publisher.offer,
         on_step=metrics.note_step,
         on_failure=lambda _: failed.set(),
     )
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
     memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
+    transport = GrpcTransport(channels, fingerprint)
+    loans = KVReceiver(transport, memory, fingerprint, _LOAN_TIMES)
     sweeper = asyncio.create_task(sweep_forever(leases))
     engine.start()
     try:
@@ -109,7 +133,8 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             engine=engine,
             leases=leases,
             sender=KVSender(leases, memory, fingerprint, key.boot_epoch),
-            receiver=KVReceiver(GrpcTransport(channels, fingerprint), memory, fingerprint),
+            receiver=KVReceiver(transport, memory, fingerprint),
+            borrower=PrefixBorrower(channels, loans, fingerprint),
             metrics=metrics,
             failed=failed,
         )
@@ -127,6 +152,7 @@ def _release_leased(engine: AsyncEngine) -> Callable[[SequenceId], None]:
     return lambda sequence_id: engine.release(sequence_id, lost)
 
 
-def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
+def _engine(config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool) -> Engine:
+    scheduling = scheduler_config(config, loaded, may_recall=may_recall)
     pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
-    return Engine(Scheduler(scheduler_config(config, loaded), pool, loaded.runner.memory), loaded.runner)
+    return Engine(Scheduler(scheduling, pool, loaded.runner.memory), loaded.runner)

@@ -1,149 +1,33 @@
 """A Decode stream's sequences on a whole decode worker, with a real prefill worker to hand over from."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from decode_service.session import DecodeSession
-from paceline.core.request import BootEpoch, SamplingParams, SequenceId, SequenceSpec, TokenLogprob
-from paceline.core.ticket import KvTicket
+from paceline.core.request import BootEpoch, SamplingParams, TokenLogprob
 from paceline.engine.events import Event, PromptScored, Reserved
-from paceline.engine.fake import FakeModelRunner, fake_prompt_logprobs
+from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.sequence import SequenceRole
-from paceline.runtime.channels import Channels
 from paceline.runtime.wire_internal import (
-    finish_reason_from_proto,
     logprob_from_proto,
     spec_to_proto,
     ticket_from_proto,
-    ticket_to_proto,
 )
 from paceline.v1 import decode_pb2, prefill_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
-from paceline.worker.worker import Worker
-from tests.engine.runners import GatedRunner
+from tests.decode_service.pair import SPEC, Pair, is_end, kinds_of, submit_message, token_ids_of
 from tests.factories import BLOCK_SIZE, make_fingerprint, make_spec
 from tests.worker.bench import (
-    DECODE,
     NUM_BLOCKS,
-    PREFILL,
     VOCAB_SIZE,
     output_of,
     require_empty,
-    serving_worker,
     until,
 )
-
-SPEC = make_spec(prompt_ids=tuple(range(20, 38)))  # 4 full blocks and a half
-
-
-@dataclass
-class Pair:
-    """Both tiers, gates before their runners, and a session with the decode worker."""
-
-    prefill: Worker
-    decode: Worker
-    prefill_gate: GatedRunner
-    decode_gate: GatedRunner
-    session: DecodeSession
-    channels: Channels
-
-    async def ticket(self, spec: SequenceSpec = SPEC) -> KvTicket:
-        """Has the prompt computed; ends as soon as there is a ticket when the gate is closed, else with all done."""
-        context, sequence = spec_to_proto(spec)
-        stub = PrefillServiceStub(self.channels.get(self.prefill.address))
-        call = stub.Prefill(prefill_pb2.PrefillRequest(context=context, sequence=sequence))
-        responses = [response async for response in call]
-        return ticket_from_proto(responses[0].started.ticket)
-
-    def submit(self, spec: SequenceSpec, ticket: KvTicket | None = None) -> None:
-        """What the router sends."""
-        self.session.submit(_submit(spec, ticket))
-
-    def cancel(self, spec: SequenceSpec, candidate: int | None = None) -> None:
-        """What the router sends when the client has left, or one candidate has come to its stop string."""
-        request_id, attempt = spec.sequence_id
-        self.session.cancel(decode_pb2.Cancel(request_id=request_id, attempt=attempt, candidate=candidate))
-
-    async def until_ends(self, spec: SequenceSpec, *candidates: int) -> dict[int, tuple[int, ...]]:
-        """The tokens of each candidate of a sequence, once these have ended; others must not have."""
-        tokens: dict[int, tuple[int, ...]] = {}
-        ended: set[int] = set()
-        async with asyncio.timeout(20):
-            while ended != set(candidates):
-                for event in await self.session.take_events():
-                    assert not event.HasField("failed")
-                    new = event.tokens
-                    tokens[new.candidate] = tokens.get(new.candidate, ()) + tuple(new.token_ids)
-                    if new.finish_reason:
-                        ended.add(new.candidate)
-        return {candidate: each for candidate, each in tokens.items() if each}
-
-    async def until_end(self, *specs: SequenceSpec) -> dict[SequenceId, list[decode_pb2.SequenceEvent]]:
-        """Every event of these sequences, up to the end of each."""
-        ids = [spec.sequence_id for spec in specs]
-        events: dict[SequenceId, list[decode_pb2.SequenceEvent]] = {i: [] for i in ids}
-        async with asyncio.timeout(20):
-            while not all(events[i] and _is_end(events[i][-1]) for i in ids):
-                for event in await self.session.take_events():
-                    events[SequenceId(event.request_id, event.attempt)].append(event)  # type: ignore[arg-type] # a RequestId
-        return events
-
-    async def require_empty(self) -> None:
-        """No block and no lease is left on either side, and nothing in the session."""
-        await until(lambda: self.prefill.is_idle and self.decode.is_idle)
-        session = self.session
-        await until(lambda: not (session._live or session._hand_overs or session._reservations))
-        await require_empty(self.prefill)
-        await require_empty(self.decode)
-
-
-@pytest.fixture
-async def pair(tiny_tokenizer_dir: Path) -> AsyncIterator[Pair]:
-    """Two workers and a session, closed in the end."""
-    async with _open_pair(tiny_tokenizer_dir) as pair:
-        yield pair
-
-
-@asynccontextmanager
-async def _open_pair(directory: Path) -> AsyncIterator[Pair]:
-    gates = [GatedRunner(FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)) for _ in range(2)]
-    channels = Channels()
-    async with (
-        serving_worker(directory, "prefill-0", PREFILL, runner=gates[0]) as prefill,
-        serving_worker(directory, "decode-0", DECODE, runner=gates[1]) as decode,
-    ):
-        pair = Pair(prefill, decode, gates[0], gates[1], DecodeSession(decode), channels)
-        yield pair
-        for gate in gates:
-            gate.open()
-        await pair.session.aclose()
-        await channels.aclose()
-
-
-def _submit(spec: SequenceSpec, ticket: KvTicket | None = None) -> decode_pb2.Submit:
-    context, sequence = spec_to_proto(spec)
-    proto = ticket_to_proto(ticket) if ticket else None
-    return decode_pb2.Submit(context=context, sequence=sequence, ticket=proto)
-
-
-def _is_end(event: decode_pb2.SequenceEvent) -> bool:
-    return event.HasField("failed") or finish_reason_from_proto(event.tokens.finish_reason) is not None
-
-
-def _kinds(events: Sequence[decode_pb2.SequenceEvent]) -> list[str | None]:
-    return [event.WhichOneof("event") for event in events]
-
-
-def _token_ids(events: Sequence[decode_pb2.SequenceEvent]) -> tuple[int, ...]:
-    return tuple(token_id for event in events for token_id in event.tokens.token_ids)
-
 
 # -- when all goes well
 
@@ -152,8 +36,8 @@ async def test_a_handed_over_sequence_goes_on_after_the_first_token(pair: Pair) 
     """The blocks are pulled, the lease is given back, and the tokens after the first one follow."""
     pair.submit(SPEC, await pair.ticket())
     (events,) = (await pair.until_end(SPEC)).values()
-    assert _kinds(events) == ["kv_received", *["tokens"] * 7]
-    assert _token_ids(events) == output_of(SPEC)[1:]
+    assert kinds_of(events) == ["kv_received", *["tokens"] * 7]
+    assert token_ids_of(events) == output_of(SPEC)[1:]
     assert events[1].tokens.first_index == 1
     received = events[0].kv_received
     assert (received.num_blocks, received.num_bytes) == (5, 5 * BLOCK_SIZE * 8)
@@ -168,7 +52,7 @@ async def test_blocks_that_are_here_do_not_travel_again(pair: Pair) -> None:
         pair.submit(spec, await pair.ticket(spec))
         (events,) = (await pair.until_end(spec)).values()
         assert events[0].kv_received.num_blocks == num_pulled
-        assert _token_ids(events) == output_of(SPEC)[1:]
+        assert token_ids_of(events) == output_of(SPEC)[1:]
     await pair.require_empty()
 
 
@@ -184,7 +68,7 @@ async def test_blocks_are_pulled_while_later_ones_are_computed(pair: Pair) -> No
     await pair.prefill_gate.until_arrived()
     pair.prefill_gate.open()
     (events,) = (await pair.until_end(SPEC)).values()
-    assert _token_ids(events) == output_of(SPEC)[1:]
+    assert token_ids_of(events) == output_of(SPEC)[1:]
     assert [r.WhichOneof("event") async for r in responses][-1] == "result"
     await pair.require_empty()
 
@@ -193,8 +77,8 @@ async def test_a_sequence_without_a_ticket_is_computed_here(pair: Pair) -> None:
     """It starts, and every token is said."""
     pair.submit(SPEC)
     (events,) = (await pair.until_end(SPEC)).values()
-    assert _kinds(events) == ["started", *["tokens"] * 8]
-    assert _token_ids(events) == output_of(SPEC)
+    assert kinds_of(events) == ["started", *["tokens"] * 8]
+    assert token_ids_of(events) == output_of(SPEC)
     await pair.require_empty()
 
 
@@ -207,10 +91,10 @@ async def test_a_prompt_computed_here_is_told_here_and_one_handed_over_is_not(pa
     events = await pair.until_end(here, moved)
     local = events[here.sequence_id]
     told = [event.prompt_scored for event in local if event.HasField("prompt_scored")]
-    assert _kinds(local) == ["started", *["prompt_scored"] * len(told), *["tokens"] * 8]
+    assert kinds_of(local) == ["started", *["prompt_scored"] * len(told), *["tokens"] * 8]
     entries = [logprob_from_proto(entry) for message in told for entry in message.logprobs]
     assert entries == list(fake_prompt_logprobs(SPEC.prompt_ids, 1, VOCAB_SIZE))
-    assert _kinds(events[moved.sequence_id]) == ["kv_received", *["tokens"] * 7]
+    assert kinds_of(events[moved.sequence_id]) == ["kv_received", *["tokens"] * 7]
 
 
 async def test_a_message_stays_below_its_limit_however_slowly_the_router_reads(pair: Pair) -> None:
@@ -236,7 +120,7 @@ async def test_a_first_token_that_ends_the_output_is_not_said_again(pair: Pair) 
     """The KV arrives, nothing is emitted, and everything is free."""
     spec = make_spec(prompt_ids=SPEC.prompt_ids, max_tokens=1)
     pair.submit(spec, await pair.ticket(spec))
-    assert _kinds(await pair.session.take_events()) == ["kv_received"]
+    assert kinds_of(await pair.session.take_events()) == ["kv_received"]
     await pair.require_empty()
     other = make_spec("other", (5, 6))
     pair.submit(other)
@@ -250,7 +134,7 @@ async def test_many_sequences_of_both_kinds_do_not_mix(pair: Pair) -> None:
         pair.submit(spec, await pair.ticket(spec) if n % 2 else None)
     events = await pair.until_end(*specs)
     for n, spec in enumerate(specs):
-        assert _token_ids(events[spec.sequence_id]) == output_of(spec)[n % 2 :]
+        assert token_ids_of(events[spec.sequence_id]) == output_of(spec)[n % 2 :]
     await pair.require_empty()
 
 
@@ -268,7 +152,7 @@ async def test_what_cannot_be_taken_fails_with_its_reason(pair: Pair) -> None:
     pair.submit(too_long)
     assert _failure((await pair.until_end(too_long))[too_long.sequence_id])[0] == "INVARIANT"
     pair.submit(SPEC)
-    assert _token_ids((await pair.until_end(SPEC))[SPEC.sequence_id]) == output_of(SPEC)
+    assert token_ids_of((await pair.until_end(SPEC))[SPEC.sequence_id]) == output_of(SPEC)
     pair.decode.draining.set()
     late = make_spec("late")
     pair.submit(late)
@@ -346,7 +230,7 @@ async def test_a_repeated_submit_is_ignored(pair: Pair) -> None:
     for _ in range(2):
         pair.submit(SPEC, ticket)
     (events,) = (await pair.until_end(SPEC)).values()
-    assert _kinds(events) == ["kv_received", *["tokens"] * 7]
+    assert kinds_of(events) == ["kv_received", *["tokens"] * 7]
     await pair.require_empty()
 
 
@@ -397,7 +281,7 @@ async def test_a_cancel_in_the_moment_of_the_reservation_harms_no_neighbour(pair
     pair.decode_gate.open()
     _cancel_as_the_news_arrives(pair)
     events = await pair.until_end(neighbour)
-    assert _token_ids(events[neighbour.sequence_id]) == output_of(neighbour)
+    assert token_ids_of(events[neighbour.sequence_id]) == output_of(neighbour)
     await pair.require_empty()
 
 
@@ -431,15 +315,15 @@ async def test_a_cancel_while_decoding_frees_everything(pair: Pair, has_ticket: 
     """After some tokens; the others of the stream go on."""
     spec = make_spec(prompt_ids=SPEC.prompt_ids, max_tokens=60)
     pair.submit(spec, await pair.ticket(spec) if has_ticket else None)
-    while "tokens" not in _kinds(await pair.session.take_events()):
+    while "tokens" not in kinds_of(await pair.session.take_events()):
         pass
     pair.cancel(spec)
     other = make_spec("other", (5, 6))
     pair.submit(other)
     events: list[decode_pb2.SequenceEvent] = []
-    while not events or not _is_end(events[-1]):
+    while not events or not is_end(events[-1]):
         events += [e for e in await pair.session.take_events() if e.request_id == "other"]
-    assert _token_ids(events) == output_of(other)
+    assert token_ids_of(events) == output_of(other)
     await pair.require_empty()
 
 
@@ -450,7 +334,7 @@ async def test_cancelling_the_unknown_is_harmless(pair: Pair) -> None:
     pair.cancel(make_spec(attempt=1))
     (events,) = (await pair.until_end(SPEC)).values()
     pair.cancel(SPEC)
-    assert _token_ids(events) == output_of(SPEC)
+    assert token_ids_of(events) == output_of(SPEC)
     await pair.require_empty()
 
 
@@ -475,7 +359,7 @@ async def test_a_stream_that_ends_gives_up_what_it_brought(pair: Pair, how: str)
     stub = DecodeServiceStub(pair.channels.get(pair.decode.address))
     call = stub.Decode()
     spec = make_spec(prompt_ids=SPEC.prompt_ids, max_tokens=60)
-    await call.write(decode_pb2.DecodeRequest(submit=_submit(spec)))
+    await call.write(decode_pb2.DecodeRequest(submit=submit_message(spec)))
     response = await call.read()
     assert isinstance(response, decode_pb2.DecodeResponse)
     assert response.events
@@ -494,16 +378,16 @@ async def test_a_stream_carries_submits_and_cancels(pair: Pair) -> None:
     stub = DecodeServiceStub(pair.channels.get(pair.decode.address))
     call = stub.Decode()
     given_up = make_spec("given up", SPEC.prompt_ids, max_tokens=60)
-    await call.write(decode_pb2.DecodeRequest(submit=_submit(given_up)))
+    await call.write(decode_pb2.DecodeRequest(submit=submit_message(given_up)))
     await call.write(decode_pb2.DecodeRequest(cancel=decode_pb2.Cancel(request_id="given up")))
-    await call.write(decode_pb2.DecodeRequest(submit=_submit(SPEC)))
+    await call.write(decode_pb2.DecodeRequest(submit=submit_message(SPEC)))
     events: list[decode_pb2.SequenceEvent] = []
     async with asyncio.timeout(20):
-        while not events or not _is_end(events[-1]):
+        while not events or not is_end(events[-1]):
             response = await call.read()
             assert isinstance(response, decode_pb2.DecodeResponse)
             events += [event for event in response.events if event.request_id == "request"]
-    assert _token_ids(events) == output_of(SPEC)
+    assert token_ids_of(events) == output_of(SPEC)
     call.cancel()
     await pair.require_empty()
 
@@ -572,5 +456,5 @@ async def test_first_tokens_that_end_their_candidates_are_the_last_word_on_them(
     spec = make_spec("short", SPEC.prompt_ids, max_tokens=1, candidates=(0, 1))
     pair.submit(spec, await pair.ticket(spec))
     events = await pair.session.take_events()
-    assert _kinds(events) == ["kv_received"]
+    assert kinds_of(events) == ["kv_received"]
     await pair.require_empty()

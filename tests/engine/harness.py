@@ -12,7 +12,7 @@ from paceline.core.kv_layout import BlockId, KVGroup
 from paceline.core.request import FinishReason, FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Runner
-from paceline.engine.events import Event, Failed, NewTokens, Reserved
+from paceline.engine.events import Event, Failed, NewTokens, Recall, Reserved
 from paceline.engine.fake import FakeModelRunner, fake_next_token
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
@@ -103,6 +103,13 @@ class Bench:
         assert isinstance(self.runner, FakeModelRunner)
         fill(self.runner, self.pool.groups, spec.known_ids, reserved)
         self.scheduler.commit(spec.sequence_id, first_tokens)
+        self.scheduler.check_invariants()
+
+    def resume(self, recall: Recall, num_blocks: int) -> None:
+        """Brings the first `num_blocks` of what is asked for again, then lets the sequence go on."""
+        assert isinstance(self.runner, FakeModelRunner)
+        fill(self.runner, self.pool.groups, recall.token_ids[: num_blocks * BLOCK_SIZE], recall)
+        self.scheduler.resume(recall.sequence_id, recall.candidate, num_blocks)
         self.scheduler.check_invariants()
 
     def release(self, sequence_id: SequenceId, candidate: int | None = None) -> None:
@@ -214,7 +221,10 @@ def _end_of(event: Event) -> FinishReason | PacelineError | None:
 
 
 def fill(
-    runner: FakeModelRunner, groups: Sequence[KVGroup], token_ids: tuple[int, ...], reserved: Reserved
+    runner: FakeModelRunner,
+    groups: Sequence[KVGroup],
+    token_ids: tuple[int, ...],
+    reserved: Reserved | Recall,
 ) -> None:
     """Writes a prompt's KV as a receiver would: into the blocks that do not hold it already."""
     for place, (ordinal, _) in list(enumerate(places(groups, len(token_ids))))[reserved.num_held :]:

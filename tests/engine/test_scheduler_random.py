@@ -18,7 +18,7 @@ from paceline.core.request import (
     SequenceSpec,
     TokenLogprob,
 )
-from paceline.engine.events import BlocksReady, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.events import BlocksReady, Failed, NewTokens, PromptScored, Recall, Reserved, Started
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.engine.sequence import SequenceRole
@@ -60,14 +60,25 @@ def _random_policies(rng: random.Random) -> dict[str, object]:
         "overload_wait_s": rng.choice((0.05, 5.0)),
         "static_batch_size": rng.choice((1, 4)),
         "num_swap_blocks": rng.choice((0, 0, 6, 100)),
+        "may_recall": rng.choice((False, True, True)),
     }
 
 
 class History:
     """One scheduler and everybody who uses it: routers that add and cancel, receivers, readers of leases."""
 
-    def __init__(self, seed: int, hash_block: HashBlock = hash_block, layers: str = "whole") -> None:
+    def __init__(
+        self,
+        seed: int,
+        hash_block: HashBlock = hash_block,
+        layers: str = "whole",
+        *,
+        is_handed_over: bool = False,
+    ) -> None:
         self.rng = random.Random(seed)
+        # Most come from elsewhere, and are pulled again whenever that is possible.
+        self.roles = (*ROLES, *[SequenceRole.AWAIT_KV] * 6) if is_handed_over else ROLES
+        recalls = {"may_recall": True, "num_swap_blocks": 0} if is_handed_over else {}
         kinds = (LayerKV(1, 1, 1, window, num_sink_tokens=sinks) for window, sinks in LAYERS[layers])
         layout = KVLayout(tuple(kinds), BLOCK_SIZE, "float32")
         self.groups = layout.groups
@@ -83,8 +94,10 @@ class History:
             eos=self.rng.sample(range(VOCAB_SIZE), self.rng.choice((0, 4))),
             hash_block=hash_block,
             groups=self.groups,
-            **_random_policies(self.rng),  # type: ignore[arg-type] # each has its field's type
+            **(_random_policies(self.rng) | recalls),  # type: ignore[arg-type] # each has its field's type
         )
+        if is_handed_over or self.rng.random() < 0.5:
+            self.bench.scheduler.costs.remote_block_s = 1e-9
         self.max_tokens = max(
             n
             for n in range(1, num_blocks * BLOCK_SIZE + 1)
@@ -96,6 +109,10 @@ class History:
         self.released: set[SequenceId] = set()
         # Candidates that were cancelled alone, or whose first token was their last and came from elsewhere.
         self.silenced: set[tuple[SequenceId, int]] = set()
+        # Recalls that have been answered, or will not be, and loans that are out.
+        self.answered: set[tuple[SequenceId, int, int]] = set()
+        self.num_loans = 0
+        self.loans: list[SequenceId] = []
 
     def run(self, num_steps: int) -> None:
         """Some steps of everything, then to the end."""
@@ -113,19 +130,30 @@ class History:
             self._add()
         if rng.random() < 0.5:
             self._commit_one()
-        if rng.random() < 0.3:
-            self._release_one_held()
         if self.live and rng.random() < 0.05:
             self._release(rng.choice(sorted(self.live)))
         if self.live and rng.random() < 0.1:
             self._cancel_one(rng.choice(sorted(self.live)))
-        if rng.random() < 0.3:
-            self._write_rubbish()
+        self._act_elsewhere()
         if rng.random() < 0.05:
             self.bench.clock.advance(1.0)
 
+    def _act_elsewhere(self) -> None:
+        """Receivers write and answer, readers come and go."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            self._release_one_held()
+        if rng.random() < 0.5:
+            self._answer_one()
+        if rng.random() < 0.1:
+            self._lend_one()
+        if self.loans and rng.random() < 0.2:
+            self._end_one_loan()
+        if rng.random() < 0.3:
+            self._write_rubbish()
+
     def _add(self) -> None:
-        spec, role = self._random_spec(), self.rng.choice(ROLES)
+        spec, role = self._random_spec(), self.rng.choice(self.roles)
         self.specs[spec.sequence_id] = spec, role
         self.live.add(self.bench.add(spec, role))
 
@@ -218,6 +246,50 @@ class History:
             reserved = self.bench.one(sequence_id, Reserved)
             for block_id in reserved.block_ids[reserved.num_held :]:
                 self.bench.runner.memory.write(block_id, 0, self.rng.randbytes(8))
+        for _, recall in self._recalled():
+            for block_id in recall.block_ids[recall.num_held :]:
+                self.bench.runner.memory.write(block_id, 0, self.rng.randbytes(8))
+
+    def _recalled(self) -> list[tuple[tuple[SequenceId, int, int], Recall]]:
+        """Those that wait for their prompt again; the place among a sequence's recalls tells one from another."""
+        recalls = [
+            ((recall.sequence_id, recall.candidate, place), recall)
+            for sequence_id in sorted(self.live)
+            for place, recall in enumerate(self.bench.of(sequence_id, Recall))
+        ]
+        return [
+            (key, recall)
+            for key, recall in recalls
+            if key not in self.answered and (recall.sequence_id, recall.candidate) not in self.silenced
+        ]
+
+    def _answer_one(self) -> None:
+        """All of it comes, or a part of it, or nothing."""
+        recalled = self._recalled()
+        if recalled:
+            key, recall = self.rng.choice(recalled)
+            self.answered.add(key)
+            num_held, num_asked = recall.num_held, len(recall.block_ids)
+            self.bench.resume(
+                recall, self.rng.choice((num_held, self.rng.randint(num_held, num_asked), num_asked))
+            )
+
+    def _lend_one(self) -> None:
+        """Somebody asks for a beginning of a prompt that has been here, or of another one."""
+        if not self.specs:
+            return
+        spec = self.rng.choice(list(self.specs.values()))[0]
+        token_ids = (*spec.prompt_ids, 0, 1, 2, 3)
+        token_ids = token_ids[: len(token_ids) // BLOCK_SIZE * BLOCK_SIZE]
+        self.num_loans += 1
+        loan = make_spec(f"loan-{self.num_loans}", token_ids, max_tokens=1, cache_scope=spec.cache_scope)
+        self.loans.append(self.bench.add(loan, SequenceRole.LEND))
+
+    def _end_one_loan(self) -> None:
+        loan = self.loans.pop(self.rng.randrange(len(self.loans)))
+        if self.bench.of(loan, Started):
+            self._check_leased_blocks(loan)
+        self.bench.release(loan)
 
     def _release_one_held(self) -> None:
         held = [i for i in sorted(self.live) if self._is_held(i)]
@@ -257,8 +329,11 @@ class History:
     def _drain(self) -> None:
         """Nobody new comes, and receivers and readers do their part: all that is left must end."""
         num_idle = 0
+        while self.loans:
+            self._end_one_loan()
         while self.live:
             self._commit_one()
+            self._answer_one()
             self._release_one_held()
             num_idle = 0 if self._step() else num_idle + 1
             assert num_idle < 30, f"no progress: {self.bench.scheduler.stats()}"
@@ -324,6 +399,18 @@ def test_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) -> No
     assert history.bench.pool.stats().num_collisions == 0
 
 
+def test_random_histories_of_a_decode_worker_recall_what_they_can() -> None:
+    """Where most prompts come from elsewhere, many are recalled, wholly, in part or not at all, and the tokens are the oracle's."""
+    recalls: list[Recall] = []
+    for seed in range(25):
+        history = History(seed, is_handed_over=True)
+        history.run(120)
+        recalls += [recall for i in history.specs for recall in history.bench.of(i, Recall)]
+    assert len(recalls) > 10
+    assert any(recall.num_held for recall in recalls)
+    assert any(recall.candidate for recall in recalls)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("layers", LAYERS)
 def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers: str) -> None:
@@ -351,7 +438,12 @@ def test_random_histories_take_every_way(layers: str) -> None:
         seen.update(hits=pool.num_hits, evicted=pool.num_evictions, refused=stats.num_batch_refused)
         ends = [history.bench.end(i, spec.candidates[0]) for i, (spec, _) in history.specs.items()]
         seen.update(late=sum(isinstance(end, DeadlineError) for end in ends))
-    ways = ("recompute", "swap", "hits", "evicted", "refused", "late")
+        loans = [history.bench.events[make_id(f"loan-{n + 1}")] for n in range(history.num_loans)]
+        seen.update(type(events[-1]).__name__ for events in loans if events)
+        seen.update(recalled=sum(len(history.bench.of(i, Recall)) for i in history.specs))
+    ways = ["recompute", "swap", "hits", "evicted", "refused", "late", Failed.__name__]
+    if layers == "whole":
+        ways += ["remote", "recalled", BlocksReady.__name__]
     assert min(seen[way] for way in ways) > 2, seen
 
 

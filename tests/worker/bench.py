@@ -20,6 +20,7 @@ from paceline.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
 from paceline.worker.events import EventQueue
+from paceline.worker.lender import Lender
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -65,8 +66,8 @@ async def serving_worker(
     loaded = load_runner(config)
     if runner is not None:
         loaded = replace(loaded, runner=runner)
-    async with open_worker(config, loaded) as worker:
-        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender), server)
+    async with open_worker(config, loaded, may_recall=role == DECODE) as worker:
+        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender, Lender(worker)), server)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server)
         if role == PREFILL:
             add_PrefillServiceServicer_to_server(PrefillServicer(worker), server)
