@@ -19,7 +19,7 @@ def announce(sequence: Sequence) -> list[Event]:
 def reserved(sequence: Sequence, block_size: int) -> Event:
     """The blocks of an AWAIT_KV sequence are held."""
     blocks, num_cached = sequence.blocks, sequence.num_computed_tokens // block_size
-    return Reserved(sequence.sequence_id, blocks.place_ids(), num_held=blocks.num_places_before(num_cached))
+    return Reserved(sequence.sequence_id, blocks.places.ids(), num_held=blocks.places.num_before(num_cached))
 
 
 def take_scores(sequence: Sequence, logprobs: tuple[TokenLogprob, ...]) -> Event:
@@ -56,6 +56,6 @@ def _started(sequence: Sequence) -> Started:
         sequence_id=sequence.sequence_id,
         num_cached_tokens=sequence.num_cached_tokens,
         queued_s=sequence.started_s - sequence.arrival_s,
-        num_blocks=sequence.blocks.num_places,
-        block_hashes=sequence.blocks.place_hashes(sequence.block_hashes),
+        num_blocks=len(sequence.blocks.places),
+        block_hashes=sequence.blocks.places.hashes(sequence.block_hashes),
     )

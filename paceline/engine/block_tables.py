@@ -10,15 +10,15 @@ table of a group with a window holds only those ordinals that some token still t
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from paceline.core.block_hash import BlockHash, group_hash
 from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import ReadyBlock
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_block import CachedBlock, witness
 from paceline.engine.cached_prefix import CachedPrefix, TokenChain
 from paceline.engine.group_table import GroupTable
+from paceline.engine.places import Places
 from paceline.engine.step import BlockTable
 from paceline.engine.swap import BlockSaver
 
@@ -35,11 +35,6 @@ class BlockContent(BlockSaver, Protocol):
         ...
 
 
-class _Place(NamedTuple):
-    ordinal: int
-    group: int
-
-
 class SequenceBlocks:
     """The tables of one sequence; empty until `reserve`, and again after `release`."""
 
@@ -51,7 +46,7 @@ class SequenceBlocks:
         self.tables = tables or [GroupTable(index, group) for index, group in enumerate(pool.groups)]
         self._windowed = [table for table in self.tables if table.is_windowed]
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
-        self._places: list[_Place] = []
+        self.places = Places()
         # Tokens that have a place, and the tables as the runner sees them: both are asked for in every step.
         self.num_tokens_held = 0
         self.view: tuple[BlockTable, ...] = ()
@@ -90,7 +85,7 @@ class SequenceBlocks:
         for table, ordinals in zip(self.tables, seen, strict=True):
             if is_filled_outside or not table.is_windowed:
                 self._allocate(table, ordinals, num_blocks)
-        self._places = self._places_of(num_tokens)
+        self.places = Places(self.tables, num_tokens, self._pool.block_size)
         self._note_change()
         return True
 
@@ -174,7 +169,7 @@ class SequenceBlocks:
             self._pool.release(table.held_ids)
             self._pledge(table, -table.pledged)
             table.clear()
-        self._places = []
+        self.places = Places()
         self._note_change()
 
     # -- what is there
@@ -198,36 +193,9 @@ class SequenceBlocks:
         """Whether nothing is held."""
         return not any(table.block_ids for table in self.tables)
 
-    @property
-    def num_places(self) -> int:
-        """Blocks that a hand-over of the known tokens moves."""
-        return len(self._places)
-
-    def place_ids(self) -> tuple[BlockId, ...]:
-        """The blocks of a hand-over, in order."""
-        return tuple(self._id_at(place) for place in self._places)
-
-    def num_places_before(self, ordinal: int) -> int:
-        """How many of them lie before the block at `ordinal`."""
-        return sum(place.ordinal < ordinal for place in self._places)
-
-    def place_hashes(self, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
-        """The names of those that are full; a partial last one of each group has none."""
-        full = [place for place in self._places if place.ordinal < len(block_hashes)]
-        return tuple(group_hash(block_hashes[place.ordinal], place.group) for place in full)
-
     def ready_places(self, num_known: int, *, is_complete: bool) -> tuple[ReadyBlock, ...]:
-        """Those behind the first `num_known` that have their content; all of them once all tokens are computed."""
-        ready = []
-        for place in self._places[num_known:]:
-            checksums = self.tables[place.group].checksums
-            if place.ordinal >= len(checksums) and not is_complete:
-                break
-            block_id = self._id_at(place)
-            is_full = place.ordinal < len(checksums)
-            checksum = checksums[place.ordinal] if is_full else self._content.checksum(block_id)
-            ready.append(ReadyBlock(block_id, checksum))
-        return tuple(ready)
+        """See Places.ready."""
+        return self.places.ready(num_known, self._content.checksum, is_complete=is_complete)
 
     # -- one table
 
@@ -324,20 +292,6 @@ class SequenceBlocks:
 
     def _make_view(self) -> tuple[BlockTable, ...]:
         return tuple([tuple(table.block_ids) for table in self.tables])
-
-    def _places_of(self, num_tokens: int) -> list[_Place]:
-        """Block after block, and for each the groups that need it."""
-        num_blocks, size = self._num_blocks_for(num_tokens), self._pool.block_size
-        return sorted(
-            _Place(ordinal, table.index)
-            for table in self.tables
-            for ordinal in table.group.blocks_seen(num_tokens, num_blocks, size)
-        )
-
-    def _id_at(self, place: _Place) -> BlockId:
-        block_id = self.tables[place.group].block_ids[place.ordinal]
-        assert block_id is not None, "what a hand-over needs is never let go"
-        return block_id
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

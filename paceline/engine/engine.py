@@ -10,7 +10,8 @@ from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPoolStats
 from paceline.engine.events import Event
-from paceline.engine.scheduler import Scheduler, SchedulerStats
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_stats import SchedulerStats
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
 from paceline.engine.step_report import Admission, AdmissionLog, StepReport, num_empty_slots

@@ -30,7 +30,7 @@ class Preemption:
         self._pool = pool
         self._running = running
         self._swap = swap
-        self._costs = costs
+        self.costs = costs
         self._clock = clock
         self.num_rounds = 0
         # Where there are windows, a prefix of the owner's is not what is needed here.
@@ -56,7 +56,7 @@ class Preemption:
         return chosen
 
     def _victim(self, sequence: Sequence, num_wanted: int) -> Victim:
-        cost_s, _ = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
+        cost_s, _ = self.costs.cheapest(self._loss(sequence), self._kinds(sequence))
         num_freed = sequence.blocks.num_exclusive()
         return Victim(sequence, cost_s, num_freed, num_wanted, 0 < sequence.victim_of == self.num_rounds)
 
@@ -80,7 +80,7 @@ class Preemption:
         return frozenset(kinds)
 
     def _take_blocks(self, sequence: Sequence) -> None:
-        _, kind = self._costs.cheapest(self._loss(sequence), self._kinds(sequence))
+        _, kind = self.costs.cheapest(self._loss(sequence), self._kinds(sequence))
         if kind is PreemptionKind.SWAP:
             self._swap_out(sequence)
         sequence.is_recallable = kind is PreemptionKind.REMOTE
@@ -95,7 +95,7 @@ class Preemption:
     def _swap_out(self, sequence: Sequence) -> None:
         begin_s, places = self._clock(), sequence.blocks.held_places()
         sequence.saved = self._swap.save(places)
-        self._costs.note_swap(len(places), self._clock() - begin_s)
+        self.costs.note_swap(len(places), self._clock() - begin_s)
 
     def note_fork(self, fork: Sequence) -> None:
         """A candidate for which there is no room begins as one that was preempted."""

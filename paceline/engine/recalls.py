@@ -31,8 +31,8 @@ class Recalls:
             sequence_id=sequence.sequence_id,
             candidate=sequence.candidates[0],
             token_ids=tuple(sequence.token_ids[: num_blocks * self._block_size]),
-            block_hashes=sequence.blocks.place_hashes(sequence.block_hashes)[:num_blocks],
-            block_ids=sequence.blocks.place_ids()[:num_blocks],
+            block_hashes=sequence.blocks.places.hashes(sequence.block_hashes)[:num_blocks],
+            block_ids=sequence.blocks.places.ids()[:num_blocks],
             num_held=num_held,
         )
         self._waiting[sequence] = recall, self._clock()

@@ -54,8 +54,8 @@ async def test_memory_stays_flat_over_ten_thousand_requests() -> None:
     assert kept - kept_before < MAX_KEPT_BYTES
     assert resident - resident_before < MAX_GROWTH_BYTES
     assert (engine.num_sequences, engine._held) == (0, set())
-    assert not scheduler._families
-    assert not (len(scheduler._admission) or scheduler._running or scheduler._deadlines)
+    assert not scheduler._members.families
+    assert not (len(scheduler._admission) or scheduler._running or scheduler._members.deadlines)
     assert not scheduler.accounts.services()
     assert pool.num_available == NUM_BLOCKS
     scheduler.check_invariants()

@@ -9,7 +9,7 @@ import pytest
 from paceline.core.errors import DeadlineError, QueueFullError
 from paceline.core.request import Priority, SequenceSpec
 from paceline.engine.overload import BatchMode
-from paceline.engine.scheduler import SchedulerStats
+from paceline.engine.scheduler_stats import SchedulerStats
 from tests.engine.timed import Timed, memory_bound_s, percentile
 from tests.factories import make_spec
 

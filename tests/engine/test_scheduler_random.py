@@ -431,7 +431,7 @@ def test_random_histories_take_every_way(layers: str) -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
     seen: Counter[str] = Counter()
     for seed in range(30):
-        history = History(seed, layers=layers)
+        history = History(seed, layers=layers, is_handed_over=seed % 2 == 0)
         history.run(120)
         stats, pool = history.bench.scheduler.stats(), history.bench.pool.stats()
         seen.update(stats.preemptions)

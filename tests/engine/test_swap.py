@@ -40,7 +40,7 @@ def test_what_was_swapped_out_goes_on_with_the_same_tokens(layers: str) -> None:
     for number, name in enumerate(NAMES):
         spec = make_spec(name, (number, number, number), max_tokens=14, bypass_cache=True)
         assert bench.tokens(make_id(name)) == oracle(spec, groups=groups)[0]
-    assert bench.scheduler._swap.num_free == 100
+    assert bench.scheduler._members._swap.num_free == 100
 
 
 def test_without_host_memory_it_is_computed_again() -> None:
@@ -74,7 +74,7 @@ def test_a_swapped_sequence_that_is_given_up_gives_its_host_memory_back() -> Non
         bench.step()
     for name in NAMES:
         bench.release(make_id(name))
-    assert bench.scheduler._swap.num_free == 100
+    assert bench.scheduler._members._swap.num_free == 100
     assert bench.pool.num_available == bench.pool.num_blocks
 
 

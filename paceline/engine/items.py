@@ -1,4 +1,6 @@
-"""A step of all decoding sequences. What is here is done for every sequence in every step, and so without detours.
+"""What a step has of each sequence, and what decoding ones take from it.
+
+What is here for decodes is done for every sequence in every step, and so without detours.
 
 A named tuple's own constructor takes as long as the rest of a round here, hence `tuple.__new__`.
 """
@@ -11,7 +13,7 @@ from paceline.core.request import FinishReason, TokenLogprob
 from paceline.engine.events import NewTokens
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import ScheduledSequence
-from paceline.engine.tasks import sample_tasks
+from paceline.engine.tasks import sample_tasks, score_task
 
 _new = tuple.__new__
 
@@ -41,6 +43,20 @@ def scheduled_decodes(sequences: Iterable[Sequence]) -> list[ScheduledSequence]:
         )
         for sequence in sequences
     ]
+
+
+def scheduled_chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    """Its next known tokens; what follows them is sampled once they are all computed."""
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+    return ScheduledSequence(
+        sequence_id=sequence.sequence_id,
+        token_ids=tuple(sequence.token_ids[start:end]),
+        start=start,
+        block_tables=sequence.blocks.view,
+        samples=sample_tasks(sequence) if end == sequence.num_tokens else (),
+        score=score_task(sequence, start, end) if sequence.owes_prompt_logprobs else None,
+        candidate=sequence.candidates[0],
+    )
 
 
 def take_decodes(
