@@ -218,6 +218,12 @@ class ScriptedWorker(
         yield kv_transfer_pb2.PullResponse()
         raise AssertionError("a scripted worker has no blocks")
 
+    async def LeasePrefix(  # noqa: N802
+        self, request: kv_transfer_pb2.LeasePrefixRequest, context: Context
+    ) -> kv_transfer_pb2.LeasePrefixResponse:
+        """Nobody borrows."""
+        raise AssertionError("a scripted worker has no blocks")
+
     async def RenewLeases(  # noqa: N802
         self, request: kv_transfer_pb2.RenewLeasesRequest, context: Context
     ) -> kv_transfer_pb2.RenewLeasesResponse:
