@@ -58,7 +58,7 @@ class Recalls:
         task = asyncio.create_task(self._pull(recall, self._origins[recall.sequence_id]))
         self._tasks[key] = task
         # Not in the task itself: cancelled before it begins, it would never get there.
-        task.add_done_callback(partial(self._end, key))
+        task.add_done_callback(partial(self._end, recall))
 
     def give_up(self, sequence_id: SequenceId, candidate: int) -> bool:
         """Whether the candidate waits here; then it is released as soon as nobody writes to its blocks."""
@@ -93,11 +93,12 @@ class Recalls:
         worker.num_blocks_pulled += num_blocks - recall.num_held
         return num_blocks
 
-    def _end(self, key: _Key, task: "asyncio.Task[int]") -> None:
+    def _end(self, recall: Recall, task: "asyncio.Task[int]") -> None:
+        key = (recall.sequence_id, recall.candidate)
         del self._tasks[key]
-        is_given_up = key in self._given_up
-        self._given_up.discard(key)
-        if is_given_up or task.cancelled():
+        if key in self._given_up:
+            self._given_up.remove(key)
             self._worker.engine.release_candidate(*key)
         else:
-            self._worker.engine.resume(*key, task.result())
+            # Nobody else cancels it, unless the process ends.
+            self._worker.engine.resume(*key, recall.num_held if task.cancelled() else task.result())

@@ -22,6 +22,9 @@ from paceline.runtime.wire_internal import fingerprint_to_proto, ticket_from_pro
 from paceline.v1 import engine_pb2, kv_transfer_pb2
 from paceline.v1.kv_transfer_pb2_grpc import KvTransferServiceStub
 
+# By then every owner has answered that will. Nobody waits for it so long; but a lease that is granted late must be given back.
+_CALL_TIMEOUT_S = 60.0
+
 
 class PrefixBorrower:
     """Borrows for one worker. Whatever goes wrong is a PacelineError; the blocks that were not held hold rubbish then."""
@@ -64,7 +67,15 @@ class PrefixBorrower:
         return ticket.num_blocks
 
     async def _ask(self, owner: PrefixOwner, request: PrefixRequest) -> KvTicket | None:
-        """The owner's answer. Who is cancelled meanwhile leaves no lease behind: what comes later is given back."""
+        """The owner's answer, if it comes in time."""
+        try:
+            async with asyncio.timeout(self._ask_timeout_s):
+                return await self._answer(owner, request)
+        except TimeoutError:
+            raise KvLostError(f"{owner.worker_id} did not say in time what it has cached") from None
+
+    async def _answer(self, owner: PrefixOwner, request: PrefixRequest) -> KvTicket | None:
+        """Who is cancelled meanwhile leaves no lease behind: the call goes on, and what it brings is given back."""
         asking = asyncio.create_task(self._call(owner, request))
         try:
             return await asyncio.shield(asking)
@@ -87,7 +98,7 @@ class PrefixBorrower:
         )
         stub = KvTransferServiceStub(self._channels.get(owner.address))
         try:
-            response = await stub.LeasePrefix(message, timeout=self._ask_timeout_s)
+            response = await stub.LeasePrefix(message, timeout=_CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, owner.worker_id) from error
         return ticket_from_proto(response.ticket) if response.HasField("ticket") else None

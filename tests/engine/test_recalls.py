@@ -44,7 +44,7 @@ def _recalled(bench: Bench, spec: SequenceSpec = MOVED) -> Recall:
 
 def _under_pressure(**options: object) -> tuple[Bench, Recall]:
     """A sequence that was handed over, lost its blocks, and waits for its prompt again."""
-    bench = _bench(**options)  # type: ignore[arg-type] # each has its field's type
+    bench = _bench(**options)  # type: ignore[arg-type] # num_blocks is not among them
     bench.add(OLD)
     bench.steps(2)
     _hand_over(bench)
