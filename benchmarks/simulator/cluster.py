@@ -165,7 +165,11 @@ class SimulatedCluster:
     def _end_step(self, worker: SimulatedWorker, result: StepResult) -> None:
         worker.is_busy = False
         self._deliver(worker, result)
-        self._call(worker)
+        # What else happens now comes before its next step; mostly nothing does.
+        if self._agenda.is_quiet:
+            self._turn(worker)
+        else:
+            self._call(worker)
 
     def _deliver(self, worker: SimulatedWorker, result: StepResult) -> None:
         self._router.note_changes(worker.key, result.changes)
