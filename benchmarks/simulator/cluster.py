@@ -6,6 +6,7 @@ It follows `router/dispatcher.py` without its failures: here no worker is ever l
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import assert_never
 
 from benchmarks.simulator.agenda import Agenda
 from benchmarks.simulator.cost import CostModel
@@ -194,6 +195,8 @@ class SimulatedCluster:
                 self._end(journey, event.error.reason)
             case PromptScored():
                 raise AssertionError("no request of a trace asks for log probabilities")
+            case _:
+                assert_never(event)
 
     def _take_token(self, worker: SimulatedWorker, journey: Journey, event: NewTokens) -> None:
         if not journey.token_times_s:
@@ -238,6 +241,8 @@ class SimulatedCluster:
 
     def _commit(self, journey: Journey) -> None:
         """The blocks have arrived: the decode worker goes on, the prefill worker lets go."""
+        if journey.sequence_id not in self._journeys:
+            return
         hand_over, source = _of(journey), journey.prefill
         first_token = hand_over.first_token
         assert source is not None and first_token is not None
