@@ -213,7 +213,6 @@ class SimulatedCluster:
             self._try_hand_over(journey)
 
     def _take_start(self, worker: SimulatedWorker, journey: Journey, event: Started) -> None:
-        # A decode worker starts a sequence again when it computes it after a preemption; what was cached first counts.
         if worker is journey.prefill:
             journey.hand_over = HandOver()
             journey.decode.add(journey.spec, SequenceRole.AWAIT_KV)
@@ -246,7 +245,6 @@ class SimulatedCluster:
         hand_over, source = _of(journey), journey.prefill
         first_token = hand_over.first_token
         assert source is not None and first_token is not None
-
         # At once: the owner's blocks are another's as soon as they are released.
         hand_over.copy(source.memory, journey.decode.memory)
         journey.decode.command(lambda engine: engine.commit(journey.sequence_id, [first_token]))
