@@ -30,7 +30,7 @@ _SPEED_TRACE = "poisson:requests={},rate=8,prompt=512,output=200,seed=1"
 # Every prompt is one chunk, so that all steps are alike; shorter and longer ones than the router hands over.
 _CLUSTER_TRACE = "poisson:requests=80,rate=5,prompt=60,output=20,seed=1"
 # Requests wait for each other, and the queue is stable.
-_BUSY_SHARE = 0.7
+_BUSY_SHARE = 0.85
 # Of the sizes of a step that are measured, each is so many times the one before: coarse, but soon done.
 _FACTOR = 4
 
