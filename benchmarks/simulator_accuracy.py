@@ -17,7 +17,7 @@ from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round, m
 from benchmarks.simulator.options import write_json
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.real_cluster import compare_on_cluster
-from benchmarks.simulator.real_run import run_real
+from benchmarks.simulator.real_run import RealRun, run_real
 from benchmarks.simulator.records import RequestRecord
 from benchmarks.simulator.slo import percentile
 from benchmarks.simulator.spec import ClusterSpec, scheduler_config
@@ -25,12 +25,12 @@ from benchmarks.simulator.trace import Trace, TraceRequest
 from paceline.core.errors import ConfigError
 from paceline.launcher.config import Topology
 
-_TRACE = "poisson:requests=60,rate=1,prompt=128,output=32,seed=1"
+_TRACE = "poisson:requests=50,rate=1,prompt=96,output=24,seed=1"
 _SPEED_TRACE = "poisson:requests={},rate=8,prompt=512,output=200,seed=1"
 # Every prompt is one chunk, so that all steps are alike; shorter and longer ones than the router hands over.
 _CLUSTER_TRACE = "poisson:requests=80,rate=5,prompt=60,output=20,seed=1"
 # Requests wait for each other, and the queue is stable.
-_BUSY_SHARE = 0.7
+_BUSY_SHARE = 0.85
 # Of the sizes of a step that are measured, each is so many times the one before: coarse, but soon done.
 _FACTOR = 4
 
@@ -58,7 +58,7 @@ def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, A
     parts, real = _parts(trace, args.parts), []
     for number, part in enumerate(parts):
         say(f"part {number + 1}: {len(part.requests)} requests over {part.duration_s:.0f} s")
-        real.append(run_real(part, spec, lab))
+        real.append(_least_disturbed([run_real(part, spec, lab) for _ in range(args.repeats)]))
         rounds.append(measure_round(lab, cells))
     # What was measured right around each part; with one round more on each side, one that was disturbed counts little.
     fits = [
@@ -79,6 +79,11 @@ def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, A
         [(step, found.model) for run, found in zip(real, fits, strict=True) for step in run.steps]
     )
     return {**errors, "fit": numbers_of(whole)}
+
+
+def _least_disturbed(runs: Sequence[RealRun]) -> RealRun:
+    """What else the machine does only ever adds time. The choice knows nothing of what was predicted."""
+    return min(runs, key=lambda run: sum(step.duration_s for step in run.steps))
 
 
 def _cluster_errors(args: argparse.Namespace, lab: Lab, directory: Path) -> dict[str, Any]:
@@ -186,6 +191,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("./run bench simulator", description=__doc__, allow_abbrev=False)
     add_lab_flags(parser)
     parser.add_argument("--trace", default=_TRACE, help=f"see ./run simulate --help (default: {_TRACE})")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=2,
+        help="runs of each part, of which the shortest steps count (default: 2)",
+    )
     parser.add_argument("--topology", default="1P1D", help="of the real cluster (default: 1P1D)")
     parser.add_argument(
         "--cluster",
@@ -194,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also compare a real cluster of processes",
     )
     parser.add_argument(
-        "--parts", type=int, default=6, help="cuts of the real run, to measure between (default: 6)"
+        "--parts", type=int, default=5, help="cuts of the real run, to measure between (default: 5)"
     )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="as of a worker (default: 16)")
     parser.add_argument(

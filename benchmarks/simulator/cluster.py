@@ -6,6 +6,7 @@ It follows `router/dispatcher.py` without its failures: here no worker is ever l
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import assert_never
 
 from benchmarks.simulator.agenda import Agenda
 from benchmarks.simulator.cost import CostModel
@@ -165,7 +166,11 @@ class SimulatedCluster:
     def _end_step(self, worker: SimulatedWorker, result: StepResult) -> None:
         worker.is_busy = False
         self._deliver(worker, result)
-        self._call(worker)
+        # What else happens now comes before its next step; mostly nothing does.
+        if self._agenda.is_quiet:
+            self._turn(worker)
+        else:
+            self._call(worker)
 
     def _deliver(self, worker: SimulatedWorker, result: StepResult) -> None:
         self._router.note_changes(worker.key, result.changes)
@@ -190,6 +195,8 @@ class SimulatedCluster:
                 self._end(journey, event.error.reason)
             case PromptScored():
                 raise AssertionError("no request of a trace asks for log probabilities")
+            case _:
+                assert_never(event)
 
     def _take_token(self, worker: SimulatedWorker, journey: Journey, event: NewTokens) -> None:
         if not journey.token_times_s:
@@ -206,7 +213,6 @@ class SimulatedCluster:
             self._try_hand_over(journey)
 
     def _take_start(self, worker: SimulatedWorker, journey: Journey, event: Started) -> None:
-        # A decode worker starts a sequence again when it computes it after a preemption; what was cached first counts.
         if worker is journey.prefill:
             journey.hand_over = HandOver()
             journey.decode.add(journey.spec, SequenceRole.AWAIT_KV)
@@ -234,10 +240,11 @@ class SimulatedCluster:
 
     def _commit(self, journey: Journey) -> None:
         """The blocks have arrived: the decode worker goes on, the prefill worker lets go."""
+        if journey.sequence_id not in self._journeys:
+            return
         hand_over, source = _of(journey), journey.prefill
         first_token = hand_over.first_token
         assert source is not None and first_token is not None
-
         # At once: the owner's blocks are another's as soon as they are released.
         hand_over.copy(source.memory, journey.decode.memory)
         journey.decode.command(lambda engine: engine.commit(journey.sequence_id, [first_token]))

@@ -86,8 +86,8 @@ def add_scene_flags(parser: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         default=[],
-        metavar="NAME=VALUE",
-        help=f"a setting of the schedulers: {', '.join(settable())}",
+        metavar="[TIER.]NAME=VALUE",
+        help=f"a setting of the schedulers, of both tiers or of prefill or decode: {', '.join(settable())}",
     )
     parser.add_argument(
         "--max-requests",
@@ -101,11 +101,11 @@ def add_scene_flags(parser: argparse.ArgumentParser) -> None:
 def scene_of(args: argparse.Namespace) -> Scene:
     """What the flags mean; raises ConfigError."""
     cost = load_cost(args.cost)
-    settings = dict(map(_setting, args.set))
+    settings = list(map(_setting, args.set))
     cluster = ClusterSpec(
         topology=Topology.parse(args.topology),
-        prefill=scheduler_config(**settings),
-        decode=scheduler_config(**settings),
+        prefill=scheduler_config(**{name: value for tier, name, value in settings if tier != "decode"}),
+        decode=scheduler_config(**{name: value for tier, name, value in settings if tier != "prefill"}),
         block_size=args.block_size,
         num_kv_tokens=_kv_tokens(args, cost),
         disaggregate=args.disaggregate,
@@ -140,13 +140,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
+def _setting(text: str) -> tuple[str, str, Any]:
+    """Of which tier, empty for both; its name; its value."""
+    place, _, value = text.partition("=")
+    tier, _, name = place.rpartition(".")
+    if tier not in {"", "prefill", "decode"}:
+        raise ConfigError(f"--set {text}: {tier!r} is no tier; prefill and decode are")
     kinds = settable()
     if name not in kinds:
         raise ConfigError(f"--set {text}: the scheduler has no setting {name!r}; it has {', '.join(kinds)}")
     try:
-        return name, {"true": True, "false": False}[value] if kinds[name] is bool else kinds[name](value)
+        return (
+            tier,
+            name,
+            {"true": True, "false": False}[value] if kinds[name] is bool else kinds[name](value),
+        )
     except (ValueError, KeyError) as error:
         raise ConfigError(f"--set {text}: {name} must be of type {kinds[name].__name__}") from error
 

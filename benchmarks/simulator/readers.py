@@ -20,7 +20,16 @@ from paceline.core.request import Priority
 MOONCAKE_BLOCK_TOKENS = 512
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _OWN = frozenset(
-    {"arrival_s", "prompt_tokens", "output_tokens", "prefix", "priority", "tenant", "prompt_ids"}
+    {
+        "arrival_s",
+        "prompt_tokens",
+        "output_tokens",
+        "prefix",
+        "priority",
+        "tenant",
+        "prompt_ids",
+        "time_budget_s",
+    }
 )
 
 Lines = list[tuple[int, str]]
@@ -92,6 +101,7 @@ def read_own(lines: Lines) -> Iterator[TraceRequest]:
             priority=_priority(number, row.get("priority", "standard")),
             tenant=_text(number, row, "tenant"),
             prompt_ids=prompt_ids,
+            time_budget_s=_seconds(number, row, "time_budget_s") if "time_budget_s" in row else None,
         )
 
 

@@ -86,7 +86,9 @@ def report(result: Result, slo: Slo | None = None) -> Report:
         recomputed_share=_recomputed_share(result),
         cache_hit_share=_per(num_cached_tokens, num_prompt_tokens),
         slot_use=slot_use(result),
-        busy_share={worker.worker: _busy_s(result.steps, worker.worker, end_s) for worker in result.workers},
+        busy_share={
+            worker.worker: _busy_share(result.steps, worker.worker, end_s) for worker in result.workers
+        },
         mode_shares={mode: _per(modes[mode], len(requests)) for mode in sorted(modes)},
     )
 
@@ -154,7 +156,7 @@ def _recomputed_share(result: Result) -> float:
     return max(0.0, _per(num_computed - num_needed, num_computed))
 
 
-def _busy_s(steps: Sequence[StepRecord], worker: str, end_s: float) -> float:
+def _busy_share(steps: Sequence[StepRecord], worker: str, end_s: float) -> float:
     return _per(sum(step.end_s - step.start_s for step in steps if step.worker == worker), end_s)
 
 

@@ -25,7 +25,7 @@ class PrefixPart(NamedTuple):
 class TraceRequest:
     """One request. Its prompt begins with the parts of `prefix`, in order; what follows them is nobody else's.
 
-    `prompt_ids` is empty where the trace has lengths only.
+    `prompt_ids` is empty where the trace has lengths only. The client of one with a `time_budget_s` waits no longer.
     """
 
     arrival_s: float
@@ -35,6 +35,7 @@ class TraceRequest:
     priority: Priority = Priority.STANDARD
     tenant: str = ""
     prompt_ids: tuple[int, ...] = ()
+    time_budget_s: float | None = None
 
     def __post_init__(self) -> None:
         assert self.num_prompt_tokens >= 1 and self.num_output_tokens >= 1
@@ -80,6 +81,7 @@ def spec_of(request: TraceRequest, number: int, vocab_size: int = ANY_VOCAB_SIZE
         ignore_eos=True,
         priority=request.priority,
         tenant=request.tenant,
+        time_budget_s=request.time_budget_s,
     )
 
 

@@ -122,6 +122,18 @@ def test_a_prompt_whose_first_token_is_its_last_is_not_handed_over() -> None:
     assert {step.worker for step in result.steps} == {"prefill-0"}
 
 
+def test_nothing_is_computed_for_a_client_that_waits_no_longer() -> None:
+    """A request whose time is over fails where it is, and those behind it get their tokens."""
+    impatient = [TraceRequest(0.01 * index, 400, 8, time_budget_s=0.3) for index in range(12)]
+    patient = TraceRequest(0.2, 400, 8)
+    for topology in ("0P1D", "1P1D"):
+        result = run(topology, Trace("t", (*impatient, patient)), num_kv_tokens=1024)
+        late = [record for record in result.requests if record.mode == "failed"]
+        assert late and {record.reason for record in late} == {"DEADLINE_EXCEEDED"}
+        assert result.requests[-1].is_finished
+        assert len(late) + len(result.finished) == 13
+
+
 def test_impossible_clusters_are_refused() -> None:
     """A setting that the scheduler does not have, a tier that is not there, a cache without room."""
     with pytest.raises(ConfigError, match="no setting 'gears'"):

@@ -127,6 +127,7 @@ def test_bench_simulator_compares(tiny_model_dir: Path, tmp_path: Path) -> None:
     ]
     assert main(["simulator", "--model", str(tiny_model_dir), *SIZES, *trace, "--json", str(file)]) == 0
     numbers = json.loads(file.read_text())
+    assert numbers["fit"]["num_samples"] > 0
     for key in ("ttft_p50_error", "ttft_p95_error", "itl_p50_error", "itl_p95_error", "step_error_total"):
         assert math.isfinite(numbers[key]) and numbers[key] > -1
     assert numbers["sim_requests_per_s"] > 0

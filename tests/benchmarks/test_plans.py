@@ -77,7 +77,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 def test_the_command_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints a table, and writes numbers and decisions."""
     files = ["--json", str(tmp_path / "n.json"), "--decisions", str(tmp_path / "d.txt")]
-    assert main(["--trace", SMALL, "--topology", "1P1D", "--set", "max_num_seqs=4", *files]) == 0
+    assert main(["--trace", SMALL, "--topology", "1P1D", "--set", "decode.max_num_seqs=4", *files]) == 0
     assert "20 of 20 requests finished" in capsys.readouterr().out
     assert json.loads((tmp_path / "n.json").read_text())["num_finished"] == 20
     assert (tmp_path / "d.txt").read_text().startswith(("prefill-0 ", "decode-0 "))
@@ -113,6 +113,7 @@ def test_the_command_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--slo", "soon"], "not of the form"),
         (["--cost", "free"], "neither one of textbook, linear"),
         (["--set", "gears=3"], "no setting 'gears'"),
+        (["--set", "router.max_num_seqs=1"], "'router' is no tier"),
         (["--set", "max_num_seqs=many"], "must be of type int"),
         (["--topology", "2P"], "not of the form xPyD"),
         (["--kv-memory", "1GiB"], "does not say how large a token is"),

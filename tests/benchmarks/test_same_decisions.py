@@ -62,22 +62,29 @@ class Listening:
         return step
 
 
+class Timed:
+    """A runner that moves a clock by what the textbook says, and keeps what it was asked last."""
+
+    def __init__(self, runner: ModelRunner, clock: ManualClock) -> None:
+        self.memory = runner.memory
+        self.last = SchedulerOutput((), ())
+        self._runner = runner
+        self._clock = clock
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """The runner's."""
+        self.last = output
+        computed = self._runner.execute(output)
+        self._clock.advance(TEXTBOOK.step_s(work_of(output.scheduled)))
+        return computed
+
+
 def real_run(trace: Trace, loaded: LoadedModel) -> list[str]:
     """The real engine on the real model, driven by a loop of three lines; only the clock is the cost model's."""
-    clock, log, runner = ManualClock(), DecisionLog(), make_runner(loaded)
-    outputs: list[SchedulerOutput] = []
-
-    class Timed:
-        memory = runner.memory
-
-        def execute(self, output: SchedulerOutput) -> StepOutput:
-            outputs.append(output)
-            computed = runner.execute(output)
-            clock.advance(TEXTBOOK.step_s(work_of(output.scheduled)))
-            return computed
-
+    clock, log = ManualClock(), DecisionLog()
+    runner = Timed(make_runner(loaded), clock)
     pool = BlockPool(SPEC.num_blocks, BLOCK_SIZE)
-    engine = Engine(Scheduler(CONFIG, pool, runner.memory, clock=clock), Timed())
+    engine = Engine(Scheduler(CONFIG, pool, runner.memory, clock=clock), runner)
     arrivals = list(enumerate(trace.requests))
     while arrivals or engine.has_work():
         if not engine.has_work():
@@ -87,7 +94,7 @@ def real_run(trace: Trace, loaded: LoadedModel) -> list[str]:
             engine.add(spec_of(request, number, loaded.vocab_size), SequenceRole.GENERATE)
         start_s = clock()
         assert not engine.step().idle
-        log.note("decode-0", start_s, outputs[-1].scheduled, engine.stats())
+        log.note("decode-0", start_s, runner.last.scheduled, engine.stats())
     return log.lines
 
 

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.request import Priority
 
 OWN = """\
-{"arrival_s": 0.5, "prompt_tokens": 30, "output_tokens": 4, "prefix": [["system", 16]], "priority": "batch", "tenant": "a"}
+{"arrival_s": 0.5, "prompt_tokens": 30, "output_tokens": 4, "prefix": [["system", 16]], "priority": "batch", "tenant": "a", "time_budget_s": 9}
 
 {"arrival_s": 0, "prompt_ids": [5, 6, 7], "output_tokens": 1}
 """
@@ -30,7 +30,7 @@ def test_our_own_format_says_everything() -> None:
     """Each column is read, and requests come in the order of their arrival."""
     assert parse_trace("t", OWN).requests == (
         TraceRequest(0.0, 3, 1, prompt_ids=(5, 6, 7)),
-        TraceRequest(0.5, 30, 4, (PrefixPart("system", 16),), Priority.BATCH, "a"),
+        TraceRequest(0.5, 30, 4, (PrefixPart("system", 16),), Priority.BATCH, "a", time_budget_s=9.0),
     )
 
 

@@ -54,7 +54,18 @@ def test_help_teaches(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Without a command, the script explains itself from any directory."""
     result = _run(ROOT / "run", *arguments, cwd=tmp_path)
     assert result.returncode == 0
-    for command in ("up", "generate", "chat", "setup", "check", "test", "protos", "bench"):
+    for command in (
+        "up",
+        "generate",
+        "chat",
+        "setup",
+        "check",
+        "test",
+        "protos",
+        "bench",
+        "simulate",
+        "tune",
+    ):
         assert f"./run {command}" in result.stdout
 
 
