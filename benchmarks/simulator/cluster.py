@@ -23,7 +23,16 @@ from paceline.core.errors import InvariantError, PacelineError, PromptTooLongErr
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, FirstToken, SequenceId, WorkerId
 from paceline.engine.engine import Runner, StepResult
-from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.events import (
+    BlocksReady,
+    Event,
+    Failed,
+    NewTokens,
+    PromptScored,
+    Recall,
+    Reserved,
+    Started,
+)
 from paceline.engine.sequence import SequenceRole
 
 # An engine that has work and could do none of it looks again after so long (paceline/engine/async_engine.py).
@@ -96,14 +105,20 @@ class SimulatedCluster:
     def _expect(self, trace: Trace, number: int) -> None:
         """One arrival is on the agenda at a time, however long the trace is."""
         if number < len(trace.requests):
-            request = trace.requests[number]
+            arrival_s = trace.requests[number].arrival_s
             self._agenda.at(
-                request.arrival_s + self._cost.request_overhead_s,
-                partial(self._arrive, trace, number, request),
+                arrival_s + self._cost.request_overhead_s, partial(self._arrive_together, trace, number)
             )
 
-    def _arrive(self, trace: Trace, number: int, request: TraceRequest) -> None:
-        self._expect(trace, number + 1)
+    def _arrive_together(self, trace: Trace, number: int) -> None:
+        """All that come at the same time are there before any worker looks."""
+        arrival_s = trace.requests[number].arrival_s
+        while number < len(trace.requests) and trace.requests[number].arrival_s == arrival_s:
+            self._arrive(number, trace.requests[number])
+            number += 1
+        self._expect(trace, number)
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
         leave = ExitStack()
         try:
             self._require_room(request)
@@ -195,6 +210,8 @@ class SimulatedCluster:
                 self._end(journey, event.error.reason)
             case PromptScored():
                 raise AssertionError("no request of a trace asks for log probabilities")
+            case Recall():
+                raise AssertionError("no simulated worker may recall; see ClusterSpec")
             case _:
                 assert_never(event)
 

@@ -52,6 +52,8 @@ class ClusterSpec:
         """Refuses what is no cluster."""
         if self.block_size < 1 or self.num_blocks < 2:
             raise ConfigError(f"{self.num_kv_tokens} tokens of KV in blocks of {self.block_size} are too few")
+        if self.prefill.may_recall or self.decode.may_recall:
+            raise ConfigError("may_recall: recalls are not simulated; leave it out")
         if self.disaggregate == "always" and not self.topology.num_prefill:
             raise ConfigError(
                 f"--disaggregate always needs a prefill worker, and the topology is {self.topology}"
