@@ -100,7 +100,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def open_pair(directory: Path, *, num_decode_blocks: int = NUM_BLOCKS) -> AsyncIterator[Pair]:
+async def open_pair(
+    directory: Path, *, num_decode_blocks: int = NUM_BLOCKS, victim: str = "cost"
+) -> AsyncIterator[Pair]:
     """Both, with fake runners."""
     num_blocks = (NUM_BLOCKS, num_decode_blocks)
     gates = [GatedRunner(FakeModelRunner(each, BLOCK_SIZE, VOCAB_SIZE)) for each in num_blocks]
@@ -110,7 +112,7 @@ async def open_pair(directory: Path, *, num_decode_blocks: int = NUM_BLOCKS) -> 
             serving_worker(directory, "prefill-0", PREFILL, runner=gates[0])
         )
         async with serving_worker(
-            directory, "decode-0", DECODE, runner=gates[1], num_blocks=num_decode_blocks
+            directory, "decode-0", DECODE, runner=gates[1], num_blocks=num_decode_blocks, victim=victim
         ) as decode:
             session = DecodeSession(decode)
             yield Pair(prefill, decode, gates[0], gates[1], session, channels, killed.aclose)

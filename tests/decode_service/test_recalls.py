@@ -11,7 +11,7 @@ from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.grpc import GrpcTransport
-from paceline.core.request import BootEpoch, SequenceSpec
+from paceline.core.request import BootEpoch, SamplingParams, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.scheduler import Scheduler
 from tests.decode_service.pair import Pair, kinds_of, open_pair, token_ids_of
@@ -239,3 +239,35 @@ async def test_a_session_that_waits_for_blocks_of_a_loan_can_be_closed(pair: Pai
     pair.cancel(MOVED)
     await pair.require_empty()
     assert pair.prefill.leases.stats().num_released == 2
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, None])
+async def test_one_candidate_is_recalled_and_cancelled_for_itself(
+    tiny_tokenizer_dir: Path, cancelled: int | None
+) -> None:
+    """While the last one of two is recalled, it or the other one is cancelled, or both: who is left has its own tokens."""
+    spec = make_spec(
+        "moved",
+        MOVED.prompt_ids,
+        max_tokens=14,
+        ignore_eos=True,
+        sampling=SamplingParams(seed=3),
+        candidates=(0, 1),
+    )
+    async with open_pair(tiny_tokenizer_dir, num_decode_blocks=NUM_DECODE_BLOCKS, victim="lifo") as pair:
+        pair.decode.borrower._ask_timeout_s = 600.0
+        await _hand_over(pair, spec)
+        async with _busy_owner(pair):
+            await until(lambda: pair.prefill.engine.num_sequences == 2)
+            assert list(pair.session._recalls._tasks) == [(spec.sequence_id, 1)]
+            pair.cancel(spec, cancelled)
+        tokens: dict[int, tuple[int, ...]] = {0: (), 1: ()}
+        left = {0, 1} - {cancelled} if cancelled is not None else set()
+        async with asyncio.timeout(20):
+            while any(len(tokens[candidate]) < spec.max_tokens - 1 for candidate in left):
+                for event in await pair.session.take_events():
+                    if event.request_id == "moved":
+                        tokens[event.tokens.candidate] += tuple(event.tokens.token_ids)
+        for candidate in left:
+            assert tokens[candidate] == output_of(spec, candidate)[1:]
+        await pair.require_empty()

@@ -456,6 +456,13 @@ def test_many_random_histories_give_the_oracle_s_tokens(seed: int, layers: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3000, 3100))
+def test_many_random_histories_of_a_decode_worker_give_the_oracle_s_tokens(seed: int) -> None:
+    """The same, where most prompts come from elsewhere and are recalled."""
+    History(seed, is_handed_over=True).run(400)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2000, 2004))
 def test_one_long_random_history_keeps_its_books(seed: int) -> None:

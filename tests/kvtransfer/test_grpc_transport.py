@@ -9,18 +9,21 @@ import grpc
 import pytest
 
 from kvtransfer.block_store import BlockStore
+from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage
 from kvtransfer.leases import LeaseTable
+from kvtransfer.lending import PrefixOwner, PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.service import KvTransferServicer
+from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import ManualClock
 from paceline.core.errors import FingerprintMismatchError, KvChecksumError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import BootEpoch, LeaseId
+from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId, WorkerId
 from paceline.runtime.channels import Channels
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from tests.kvtransfer.hand_over import FINGERPRINT, Owner, contents, random_store
@@ -141,3 +144,28 @@ async def _serve(owner: Owner, sender: KVSender) -> grpc.aio.Server:
     owner.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     return server
+
+
+async def test_a_worker_without_a_lender_lends_nothing(
+    owner: Owner, server: grpc.aio.Server, channels: Channels
+) -> None:
+    """The answer has no ticket."""
+    receiver = KVReceiver(GrpcTransport(channels, FINGERPRINT), owner.store, FINGERPRINT)
+    borrower = PrefixBorrower(channels, receiver, FINGERPRINT)
+    asked = PrefixRequest(SequenceId(RequestId("r"), 0), "", (1, 2, 3, 4))
+    prefix_owner = PrefixOwner(WorkerId("prefill-0"), owner.address, owner.boot_epoch)
+    assert await borrower.borrow(prefix_owner, asked, [], [], num_held=0) == 0
+
+
+async def test_a_lease_without_first_tokens_is_pulled_like_any_other(
+    owner: Owner, transport: KVTransport
+) -> None:
+    """What is lent out of a cache has nobody's first token; its end comes all the same."""
+    lease = owner.grant([1, 2])
+    owner.compute(lease, 2)
+    owner.leases.complete(lease.lease_id, ())
+    store = random_store(2)
+    receiver = KVReceiver(transport, store, FINGERPRINT)
+    received = await receiver.receive(owner.ticket(lease), [BlockId(5), BlockId(6)], 0)
+    assert (received.first_tokens, received.num_blocks) == ((), 2)
+    assert owner.ended == [lease.sequence_id]

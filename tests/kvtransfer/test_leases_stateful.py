@@ -10,7 +10,7 @@ from kvtransfer.chunks import LeaseState
 from kvtransfer.leases import LeaseTable
 from paceline.core.clock import ManualClock
 from paceline.core.kv_layout import BlockId
-from paceline.core.request import LeaseId, RequestId, SequenceId
+from paceline.core.request import FirstToken, LeaseId, RequestId, SequenceId
 from paceline.core.ticket import ReadyBlock
 from tests.kvtransfer.hand_over import FIRST_TOKENS, block_hashes
 
@@ -61,12 +61,12 @@ class LeaseMachine(RuleBasedStateMachine):
             assert self.table.progress(lease_id, [ReadyBlock(BlockId(model.num_ready), 0)]) == held
             model.num_ready += held
 
-    @rule(lease_id=leases)
-    def complete(self, lease_id: LeaseId) -> None:
-        """The prefill has its result."""
+    @rule(lease_id=leases, first_tokens=st.sampled_from([FIRST_TOKENS, ()]))
+    def complete(self, lease_id: LeaseId, first_tokens: tuple[FirstToken, ...]) -> None:
+        """The prefill has its result, or there was none to do."""
         model = self.models[lease_id]
         if model.expires_at_s is None and model.num_ready == model.num_blocks:
-            assert self.table.complete(lease_id, FIRST_TOKENS) == model.holds(self.clock())
+            assert self.table.complete(lease_id, first_tokens) == model.holds(self.clock())
             model.expires_at_s = self.clock() + TTL_S
 
     @rule(lease_id=leases)

@@ -48,6 +48,7 @@ async def serving_worker(
     runner: Runner | None = None,
     num_blocks: int = NUM_BLOCKS,
     lease_ttl_s: float = 30.0,
+    victim: str = "cost",
 ) -> AsyncIterator[Worker]:
     """A worker of one tier that computes 8 tokens a step."""
     server = grpc.aio.server()
@@ -62,6 +63,7 @@ async def serving_worker(
         max_num_batched_tokens=8,
         max_num_seqs=8,
         lease_ttl_s=lease_ttl_s,
+        victim=victim,
     )
     loaded = load_runner(config)
     if runner is not None:
