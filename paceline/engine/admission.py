@@ -85,11 +85,8 @@ class Admission:
         """Time has passed: classes age, BATCH requests give way or come back."""
         for queue in (self.fast, self.normal):
             queue.age(now_s)
-        urgent = [
-            arrival_s
-            for queue in (self.fast, self.normal)
-            if (arrival_s := queue.oldest_urgent_s()) is not None
-        ]
+        waiting = [queue for queue in (self.fast, self.normal) if len(queue)]
+        urgent = [arrival_s for queue in waiting if (arrival_s := queue.oldest_urgent_s()) is not None]
         self._overload.note_wait(now_s - min(urgent) if urgent else 0.0, now_s)
         is_static = self._config.batching == "static"
         self._is_open = not self._running or not (is_static or self._pressure.is_cooling)

@@ -171,6 +171,8 @@ class Scheduler:
 
     def _plan_chunks(self, events: list[Event], *, may_admit: bool) -> None:
         """What decodes leave goes to prompts: the fast lane's part first, then to the others, and what is left to the fast lane."""
+        if not (self._running.prefilling or (may_admit and len(self._admission))):
+            return
         budget, lane = self.config.max_num_batched_tokens, self._admission
         left = budget - len(self._decodes)
         quota = min(left, int(self.config.fast_lane_share * budget))
