@@ -166,7 +166,9 @@ class DecodeSession:
         recalled = {candidate for candidate in live if self._recalls.give_up(sequence_id, candidate)}
         if not recalled:
             self._worker.engine.release(sequence_id)
-        for candidate in live - recalled if recalled else ():
+            return
+        # Those whose blocks are being filled follow when nobody writes to them any more.
+        for candidate in live - recalled:
             self._worker.engine.release_candidate(sequence_id, candidate)
 
     def _give_up_candidate(self, sequence_id: SequenceId, candidate: int) -> None:

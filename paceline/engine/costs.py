@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 # A new measurement counts so much against those before it.
 _WEIGHT = 0.1
+# Of blocks that nobody has asked for anything of late, a part is there; so much of the way back to that guess goes each of them.
+_GUESSED_HIT_SHARE = 0.5
+_FORGETTING = 0.01
 
 
 class PreemptionKind(enum.Enum):
@@ -33,7 +36,7 @@ class CostEstimate:
         self.token_s = 1e-3
         self.swap_block_s = 1e-4  # out and back in
         self.remote_block_s = 1e-3
-        self.remote_hit_share = 0.5
+        self.remote_hit_share = _GUESSED_HIT_SHARE
 
     def note_chunk(self, num_tokens: int, duration_s: float) -> None:
         """A step has computed so many tokens of prompts."""
@@ -48,6 +51,10 @@ class CostEstimate:
         self.remote_hit_share = _mean(self.remote_hit_share, num_blocks / num_asked)
         if num_blocks:
             self.remote_block_s = _mean(self.remote_block_s, duration_s / num_blocks)
+
+    def note_unasked(self) -> None:
+        """Blocks were computed again that might have been pulled. Without this, some misses in a row would end all pulls for good."""
+        self.remote_hit_share += _FORGETTING * (_GUESSED_HIT_SHARE - self.remote_hit_share)
 
     def recompute_s(self, loss: Loss) -> float:
         """All of it is computed again."""

@@ -25,7 +25,10 @@ class Recalls:
         is_recallable, sequence.is_recallable = sequence.is_recallable, False
         num_held = sequence.num_computed_tokens // self._block_size
         num_blocks = sequence.num_remote_tokens // self._block_size
-        if not is_recallable or num_held >= num_blocks:
+        if num_held >= num_blocks:
+            return None
+        if not is_recallable:
+            self._costs.note_unasked()
             return None
         recall = Recall(
             sequence_id=sequence.sequence_id,

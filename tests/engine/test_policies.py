@@ -115,6 +115,18 @@ def test_the_cheapest_kind_depends_on_what_was_measured() -> None:
     assert costs.cheapest(loss, only)[1] is PreemptionKind.RECOMPUTE
 
 
+def test_misses_are_forgotten_while_nobody_asks() -> None:
+    """After enough misses nothing is pulled; after enough that was computed instead it is tried again."""
+    costs, every = CostEstimate(), frozenset({PreemptionKind.RECOMPUTE, PreemptionKind.REMOTE})
+    loss = Loss(num_tokens=160, num_blocks=10, num_remote_tokens=160, num_remote_blocks=10)
+    while costs.cheapest(loss, every)[1] is PreemptionKind.REMOTE:
+        costs.note_remote(10, 0, 0.1)
+    for _ in range(20):
+        costs.note_unasked()
+    assert costs.cheapest(loss, every)[1] is PreemptionKind.REMOTE
+    assert costs.remote_hit_share < 0.5
+
+
 def test_measurements_move_the_estimate() -> None:
     """Each one a part of the way, so that one odd step changes little and a hundred of them change it for good."""
     costs = CostEstimate()

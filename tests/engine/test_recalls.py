@@ -212,6 +212,22 @@ def test_how_it_went_is_counted_for_the_next_choice() -> None:
     assert bench.scheduler.costs.remote_block_s == pytest.approx(1e-6)
 
 
+def test_what_might_have_been_pulled_and_was_computed_is_noted() -> None:
+    """So that pulls are tried again some time after misses; not for what was computed here from the beginning."""
+    bench = _bench(victim="lifo")
+    bench.scheduler.costs.remote_hit_share = 0.0
+    _preempted_as(bench)
+    bench.run()
+    assert 0 < bench.scheduler.costs.remote_hit_share < 0.02
+    local = _bench()
+    local.scheduler.costs.remote_hit_share = 0.0
+    local.add(OLD)
+    local.add(MOVED)
+    local.run()
+    assert local.scheduler.stats().num_preemptions > 0
+    assert local.scheduler.costs.remote_hit_share == 0
+
+
 # -- ends
 
 
