@@ -13,6 +13,8 @@ from paceline.engine.sequence import SequenceRole
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 100, 600
+# Those that wait for blocks want so many tokens.
+_LONG_TOKENS = 2000
 _NUM_WARM_UP, _NUM_STEPS = 40, 400
 
 
@@ -30,16 +32,16 @@ def measure_scheduler(num_running: int, num_waiting: int, *, is_short_of_blocks:
     """Steps in which `num_running` sequences decode while `num_waiting` wait: for a seat or, if so, for blocks."""
     runner = EmptyRunner()
     a_sequence = -(-(_PROMPT_TOKENS + _OUTPUT_TOKENS) // _BLOCK_SIZE)
+    # All that run can grow to their ends; beyond that there is less than one that waits wants.
     num_blocks = num_running * a_sequence
     seats = num_running + (num_waiting if is_short_of_blocks else 0)
     config = scheduler_config(
-        max_num_batched_tokens=8 * num_running, max_num_seqs=seats, watermark=0.2, fast_lane_share=0.3
+        max_num_batched_tokens=8 * num_running, max_num_seqs=seats, watermark=1.0 - _BLOCK_SIZE / num_blocks
     )
     scheduler = Scheduler(config, BlockPool(num_blocks, _BLOCK_SIZE), runner.memory)
     for number in range(num_running + num_waiting):
-        # Those that wait for blocks want more than there are.
-        long = is_short_of_blocks and number >= num_running
-        request = TraceRequest(0.0, 20 * _PROMPT_TOKENS if long else _PROMPT_TOKENS, _OUTPUT_TOKENS)
+        is_long = is_short_of_blocks and number >= num_running
+        request = TraceRequest(0.0, _LONG_TOKENS if is_long else _PROMPT_TOKENS, _OUTPUT_TOKENS)
         scheduler.add(spec_of(request, number), SequenceRole.GENERATE)
     steps = [_step(scheduler, runner) for _ in range(_NUM_WARM_UP + _NUM_STEPS)][_NUM_WARM_UP:]
     totals = sorted(schedule_us + update_us for schedule_us, update_us in steps)

@@ -49,7 +49,9 @@ class SimulatedWorker:
         self._clock = VirtualClock()
         self._runner = CostedRunner(runner, cost, self._clock)
         self._pool = BlockPool(spec.num_blocks, spec.block_size, spec.groups)
-        self._engine = Engine(Scheduler(config, self._pool, runner.memory, clock=self._clock), self._runner)
+        scheduler = Scheduler(config, self._pool, runner.memory, clock=self._clock)
+        # What a step costs, and so what is preempted how, is a matter of virtual time too.
+        self._engine = Engine(scheduler, self._runner, clock=self._clock)
         self._inbox: list[Command] = []
         self._present: set[SequenceId] = set()
         self._log = log

@@ -125,7 +125,7 @@ class BlockPool:
 
     def num_exclusive(self, block_ids: Iterable[BlockId]) -> int:
         """How many of some held blocks have one holder only."""
-        return sum(self._num_refs[block_id] == 1 for block_id in block_ids)
+        return [self._num_refs[block_id] for block_id in block_ids].count(1)
 
     def is_named(self, block_hash: BlockHash) -> bool:
         """Whether a block of the first group is cached under this hash; it may be another's."""

@@ -189,6 +189,11 @@ class SequenceBlocks:
         return block_ids[ordinal] if ordinal < len(block_ids) else None
 
     @property
+    def num_held(self) -> int:
+        """Blocks, of all groups."""
+        return sum(len(table.block_ids) - table.block_ids.count(None) for table in self.tables)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is held."""
         return not any(table.block_ids for table in self.tables)
@@ -253,14 +258,9 @@ class SequenceBlocks:
                 table.index, block_hash, chain.root, table.last_cached, token_ids
             )
         else:
+            parent, checksum = table.last_cached, table.checksums[ordinal]
             cached = self._pool.publish(
-                block_id,
-                block_hash,
-                chain.root,
-                table.last_cached,
-                token_ids,
-                table.checksums[ordinal],
-                table.index,
+                block_id, block_hash, chain.root, parent, token_ids, checksum, table.index
             )
         if cached is not None:
             table.last_cached, table.num_cached = cached, ordinal + 1

@@ -1,7 +1,6 @@
 """What it costs to bring a preempted sequence back, by how its KV is kept meanwhile; in seconds, as they were measured."""
 
 import enum
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 # A new measurement counts so much against those before it.
@@ -69,14 +68,14 @@ class CostEstimate:
         num_saved = self.remote_hit_share * loss.num_remote_tokens
         return self.remote_block_s * loss.num_remote_blocks + self.token_s * (loss.num_tokens - num_saved)
 
-    def cheapest(self, loss: Loss, kinds: frozenset[PreemptionKind]) -> tuple[float, PreemptionKind]:
-        """The best of the kinds that are possible; of equal ones the first."""
-        costs: Mapping[PreemptionKind, Callable[[Loss], float]] = {
-            PreemptionKind.RECOMPUTE: self.recompute_s,
-            PreemptionKind.SWAP: self.swap_s,
-            PreemptionKind.REMOTE: self.remote_s,
-        }
-        return min(((costs[kind](loss), kind) for kind in costs if kind in kinds), key=lambda cost: cost[0])
+    def cheapest(self, loss: Loss, *, may_swap: bool, may_recall: bool) -> tuple[float, PreemptionKind]:
+        """The best of the kinds that are possible, and what it costs; computing again always is."""
+        best_s, kind = self.recompute_s(loss), PreemptionKind.RECOMPUTE
+        if may_swap and (swap_s := self.swap_s(loss)) < best_s:
+            best_s, kind = swap_s, PreemptionKind.SWAP
+        if may_recall and (remote_s := self.remote_s(loss)) < best_s:
+            best_s, kind = remote_s, PreemptionKind.REMOTE
+        return best_s, kind
 
 
 def _mean(so_far: float, measured: float) -> float:

@@ -56,31 +56,34 @@ class Preemption:
         return chosen
 
     def _victim(self, sequence: Sequence, num_wanted: int) -> Victim:
-        cost_s, _ = self.costs.cheapest(self._loss(sequence), self._kinds(sequence))
-        num_freed = sequence.blocks.num_exclusive()
-        return Victim(sequence, cost_s, num_freed, num_wanted, 0 < sequence.victim_of == self.num_rounds)
+        loss = self._loss(sequence)
+        cost_s, _ = self._cheapest(sequence, loss)
+        was_last = 0 < sequence.victim_of == self.num_rounds
+        return Victim(sequence, cost_s, loss.num_blocks, num_wanted, was_last)
 
     def _loss(self, sequence: Sequence) -> Loss:
         size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()
         # What others hold too stays in the cache.
-        num_shared = len(sequence.blocks.held_places()) - num_freed
+        num_shared = sequence.blocks.num_held - num_freed
         num_lost = max(0, sequence.num_computed_tokens - num_shared * size)
         num_remote = max(0, min(sequence.num_remote_tokens // size - num_shared, num_lost // size))
         return Loss(num_lost, num_freed, num_remote * size, num_remote)
 
-    def _kinds(self, sequence: Sequence) -> frozenset[PreemptionKind]:
-        kinds = {PreemptionKind.RECOMPUTE}
+    def _cheapest(self, sequence: Sequence, loss: Loss) -> tuple[float, PreemptionKind]:
         # In the middle of its prompt it is not worth the bookkeeping.
         is_decoding = sequence in self._running.decoding
-        if is_decoding and len(sequence.blocks.held_places()) <= self._swap.num_free:
-            kinds.add(PreemptionKind.SWAP)
-        # What bypasses the cache is in nobody's.
-        if is_decoding and self._may_recall and sequence.num_remote_tokens and not sequence.spec.bypass_cache:
-            kinds.add(PreemptionKind.REMOTE)
-        return frozenset(kinds)
+        return self.costs.cheapest(
+            loss,
+            may_swap=is_decoding and sequence.blocks.num_held <= self._swap.num_free,
+            # What bypasses the cache is in nobody's.
+            may_recall=is_decoding
+            and self._may_recall
+            and sequence.num_remote_tokens > 0
+            and not sequence.spec.bypass_cache,
+        )
 
     def _take_blocks(self, sequence: Sequence) -> None:
-        _, kind = self.costs.cheapest(self._loss(sequence), self._kinds(sequence))
+        _, kind = self._cheapest(sequence, self._loss(sequence))
         if kind is PreemptionKind.SWAP:
             self._swap_out(sequence)
         sequence.is_recallable = kind is PreemptionKind.REMOTE

@@ -96,34 +96,30 @@ def test_enough_victims_and_none_too_many(victims: list[Victim], num_lacking: in
 
 def test_the_cheapest_kind_depends_on_what_was_measured() -> None:
     """Computing again, copying out and back, or pulling again: whatever costs least of what is possible."""
-    loss, every = (
-        Loss(num_tokens=160, num_blocks=10, num_remote_tokens=128, num_remote_blocks=8),
-        set(PreemptionKind),
-    )
+    loss = Loss(num_tokens=160, num_blocks=10, num_remote_tokens=128, num_remote_blocks=8)
     costs = CostEstimate()
     costs.token_s, costs.swap_block_s, costs.remote_block_s, costs.remote_hit_share = 1e-3, 1e-2, 1e-4, 1.0
-    cost_s, kind = costs.cheapest(loss, frozenset(every))
+    cost_s, kind = costs.cheapest(loss, may_swap=True, may_recall=True)
     assert cost_s == pytest.approx(0.0328)
     assert kind is PreemptionKind.REMOTE
     costs.remote_hit_share = 0.0
-    assert costs.cheapest(loss, frozenset(every))[1] is PreemptionKind.SWAP
+    assert costs.cheapest(loss, may_swap=True, may_recall=True)[1] is PreemptionKind.SWAP
     costs.swap_block_s = 1.0
-    assert costs.cheapest(loss, frozenset(every))[1] is PreemptionKind.RECOMPUTE
+    assert costs.cheapest(loss, may_swap=True, may_recall=True)[1] is PreemptionKind.RECOMPUTE
     assert costs.recompute_s(loss) == pytest.approx(0.16)
     costs.swap_block_s = 0.0
-    only = frozenset({PreemptionKind.RECOMPUTE})
-    assert costs.cheapest(loss, only)[1] is PreemptionKind.RECOMPUTE
+    assert costs.cheapest(loss, may_swap=False, may_recall=False)[1] is PreemptionKind.RECOMPUTE
 
 
 def test_misses_are_forgotten_while_nobody_asks() -> None:
     """After enough misses nothing is pulled; after enough that was computed instead it is tried again."""
-    costs, every = CostEstimate(), frozenset({PreemptionKind.RECOMPUTE, PreemptionKind.REMOTE})
+    costs = CostEstimate()
     loss = Loss(num_tokens=160, num_blocks=10, num_remote_tokens=160, num_remote_blocks=10)
-    while costs.cheapest(loss, every)[1] is PreemptionKind.REMOTE:
+    while costs.cheapest(loss, may_swap=False, may_recall=True)[1] is PreemptionKind.REMOTE:
         costs.note_remote(10, 0, 0.1)
     for _ in range(20):
         costs.note_unasked()
-    assert costs.cheapest(loss, every)[1] is PreemptionKind.REMOTE
+    assert costs.cheapest(loss, may_swap=False, may_recall=True)[1] is PreemptionKind.REMOTE
     assert costs.remote_hit_share < 0.5
 
 
