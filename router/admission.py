@@ -38,7 +38,7 @@ class AdmissionController:
         if self._num_active >= self._max_requests:
             self._num_refused += 1
             raise QueueFullError(
-                f"{self._num_active} requests are under way, and no more are taken; try again later",
+                f"{self._num_active} requests are under way, and no more are taken",
                 retry_after_s=_RETRY_AFTER_S,
             )
         position = self._num_active

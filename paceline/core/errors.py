@@ -103,7 +103,9 @@ class OverloadedError(PacelineError):
     """There is no room now."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
+        # What comes from another process says so already.
+        when = f"; try again in {retry_after_s:g} s"
+        super().__init__(message.removesuffix(when) + when)
         self.retry_after_s = retry_after_s
 
     def facts(self) -> dict[str, str]:

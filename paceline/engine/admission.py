@@ -16,7 +16,7 @@ from paceline.engine.sequence import Sequence, SequenceStatus
 from paceline.engine.waiting import WaitingQueue
 
 # How many that wait are looked at in a step when those before them do not fit.
-_LOOK_AHEAD = 16
+_LOOK_AHEAD = 8
 # Every class; a limit for those that come before a class of their own.
 ALL_CLASSES = len(Priority)
 
@@ -99,7 +99,7 @@ class Admission:
         if self._overload.mode is not BatchMode.REFUSED:
             return []
         error = QueueFullError(
-            "urgent requests wait, and BATCH ones are refused meanwhile; come back later",
+            "urgent requests wait, and BATCH ones are refused meanwhile",
             retry_after_s=self._overload.retry_after_s,
         )
         return [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.core.block_hash import BlockHash, group_hash
 from paceline.core.kv_layout import BlockId, KVGroup
 from paceline.core.prefix import PrefixChanges
-from paceline.engine.cached_block import CachedBlock, is_same, is_same_by_tokens, make_cached
+from paceline.engine.cached_block import CachedBlock, is_same, is_same_by_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class BlockPool:
         self.block_size = block_size
         self.groups = tuple(groups)
         self._is_windowed = [group.is_windowed for group in self.groups]
+        # A sequence has one table, all of which every later token sees: there is one KV group, without a window.
+        self.is_whole = self._is_windowed == [False]
         self._num_refs = [0] * num_blocks
         self._free: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
         # Held blocks of groups with a window, and how many blocks are pledged to those groups.
@@ -57,11 +59,6 @@ class BlockPool:
         # Whether each block that changed is in the cache now, in the order in which they came.
         self._changed: dict[CachedBlock, bool] = {}
         self._num_hits = self._num_evictions = self._num_collisions = 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a sequence has one table, all of which every later token sees: one KV group, without a window."""
-        return self._is_windowed == [False]
 
     @property
     def num_available(self) -> int:
@@ -183,10 +180,11 @@ class BlockPool:
         or, in a group without a window, when the parent has been evicted; after that nothing that follows this block may be
         published either.
         """
+        by_hash = self._by_hash
         if parent is not None and not self._can_be_followed(parent):
             return None
-        name = group_hash(block_hash, group)
-        present = self._by_hash.get(name)
+        name = group_hash(block_hash, group) if group else block_hash
+        present = by_hash.get(name)
         if present is not None:
             if is_same(present, root, parent, token_ids) or (
                 self._is_windowed[group] and is_same_by_tokens(present, root, parent, token_ids)
@@ -196,9 +194,12 @@ class BlockPool:
                 self._num_collisions += 1
                 return None
             self._forget(present)
-        cached = make_cached(block_id, group, name, root, parent, token_ids, checksum)
-        self._by_hash[name] = self._by_block[block_id] = cached
-        self._note_changed(cached, is_cached=True)
+        head_hash = parent.head_hash if parent else name
+        cached = CachedBlock(block_id, group, name, root, parent, tuple(token_ids), head_hash, checksum)
+        by_hash[name] = self._by_block[block_id] = cached
+        # Others hear of the first group's blocks: they are those of the widest view.
+        if group == 0:
+            self._changed[cached] = True
         return cached
 
     def take_changes(self) -> PrefixChanges:
@@ -252,12 +253,8 @@ class BlockPool:
 
     def _forget(self, cached: CachedBlock) -> None:
         del self._by_hash[cached.block_hash], self._by_block[cached.held_id]
-        self._note_changed(cached, is_cached=False)
-
-    def _note_changed(self, cached: CachedBlock, *, is_cached: bool) -> None:
-        # Others hear of the first group's blocks: they are those of the widest view.
         if cached.group == 0:
-            self._changed[cached] = is_cached
+            self._changed[cached] = False
 
     def _note_held(self, block_id: BlockId, group: int) -> None:
         if self._is_windowed[group]:

@@ -149,9 +149,10 @@ class SequenceBlocks:
         """Checksums the blocks that have just become full, and publishes them."""
         num_full = num_computed_tokens // self._pool.block_size
         for table in self.tables:
-            for ordinal in range(len(table.checksums), num_full):
+            checksums = table.checksums
+            for ordinal in range(len(checksums), num_full):
                 block_id = table.block_ids[ordinal]
-                table.checksums.append(0 if block_id is None else self._content.checksum(block_id))
+                checksums.append(0 if block_id is None else self._content.checksum(block_id))
                 # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
                 if table.num_cached == ordinal < len(chain.block_hashes):
                     self._publish(table, ordinal, chain)

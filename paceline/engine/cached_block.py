@@ -38,25 +38,13 @@ class CachedBlock:
         return PrefixEntry(self.block_hash, self.head_hash, self.held_id)
 
 
-def make_cached(
-    block_id: BlockId | None,
-    group: int,
-    name: BlockHash,
-    root: BlockHash,
-    parent: CachedBlock | None,
-    token_ids: Sequence[int],
-    checksum: int,
-) -> CachedBlock:
-    """A block that follows `parent`; `name` is its hash in its group."""
-    head_hash = parent.head_hash if parent else name
-    return CachedBlock(block_id, group, name, root, parent, tuple(token_ids), head_hash, checksum)
-
-
 def witness(
     group: int, block_hash: BlockHash, root: BlockHash, parent: CachedBlock | None, token_ids: Sequence[int]
 ) -> CachedBlock:
     """Stands for a full block that is not here, so that others can follow it."""
-    return make_cached(None, group, group_hash(block_hash, group), root, parent, token_ids, 0)
+    name = group_hash(block_hash, group)
+    head_hash = parent.head_hash if parent else name
+    return CachedBlock(None, group, name, root, parent, tuple(token_ids), head_hash, 0)
 
 
 def is_same(

@@ -1,7 +1,8 @@
 """What an engine says about its sequences; plain values, safe to pass between threads."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
@@ -73,10 +74,10 @@ class Recall:
     num_held: int
 
 
-class NewTokens(NamedTuple):
+class NewTokens(Struct, frozen=True):
     """Tokens of one candidate were sampled; `first_index` counts its output tokens over all attempts.
 
-    A named tuple, since there is one for each sequence in each step.
+    A struct of msgspec's, since there is one for each sequence in each step.
     """
 
     sequence_id: SequenceId

@@ -1,8 +1,6 @@
 """What a step has of each sequence, and what decoding ones take from it.
 
 What is here for decodes is done for every sequence in every step, and so without detours.
-
-A named tuple's own constructor takes as long as the rest of a round here, hence `tuple.__new__`.
 """
 
 from collections.abc import Iterable
@@ -14,8 +12,6 @@ from paceline.engine.events import NewTokens
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import ScheduledSequence
 from paceline.engine.tasks import sample_tasks, score_task
-
-_new = tuple.__new__
 
 
 class Decoded(NamedTuple):
@@ -29,17 +25,14 @@ class Decoded(NamedTuple):
 def scheduled_decodes(sequences: Iterable[Sequence]) -> list[ScheduledSequence]:
     """Of each its last token, after which the next one is sampled."""
     return [
-        _new(
-            ScheduledSequence,
-            (
-                sequence.sequence_id,
-                ((token_ids := sequence.token_ids)[-1],),
-                len(token_ids) - 1,
-                sequence.blocks.view,
-                sequence.lasting_tasks or sample_tasks(sequence),
-                None,
-                sequence.candidates[0],
-            ),
+        ScheduledSequence(
+            sequence.sequence_id,
+            (sequence.token_ids[-1],),
+            len(sequence.token_ids) - 1,
+            sequence.blocks.view,
+            sequence.lasting_tasks or sample_tasks(sequence),
+            None,
+            sequence.candidate,
         )
         for sequence in sequences
     ]
@@ -55,7 +48,7 @@ def scheduled_chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
         block_tables=sequence.blocks.view,
         samples=sample_tasks(sequence) if end == sequence.num_tokens else (),
         score=score_task(sequence, start, end) if sequence.owes_prompt_logprobs else None,
-        candidate=sequence.candidates[0],
+        candidate=sequence.candidate,
     )
 
 
@@ -66,12 +59,13 @@ def take_decodes(
     block_size: int,
 ) -> Decoded:
     """The last token of each is computed, and has given the next one."""
-    events, full, ended = Decoded([], [], [])
-    for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
+    events: list[NewTokens] = []
+    full: list[Sequence] = []
+    ended: list[Sequence] = []
+    told = [() if logprob is None else (logprob,) for logprob in logprobs]
+    for sequence, token_id, entries in zip(sequences, token_ids, told, strict=True):
         tokens = sequence.token_ids
         sequence.num_computed_tokens = num_tokens = len(tokens)
-        if not num_tokens % block_size:
-            full.append(sequence)
         reason = sequence.ends.get(token_id)
         if reason is None:
             tokens.append(token_id)
@@ -79,16 +73,16 @@ def take_decodes(
                 reason = FinishReason.LENGTH
         if reason is not None:
             ended.append(sequence)
-        index = num_tokens - sequence.num_prompt_tokens
-        told = () if logprob is None else (logprob,)
-        event = (
+        if not num_tokens % block_size:
+            full.append(sequence)
+        event = NewTokens(
             sequence.sequence_id,
-            index,
+            num_tokens - sequence.num_prompt_tokens,
             (token_id,),
             reason,
             sequence.num_preemptions,
-            told,
-            sequence.candidates[0],
+            entries,
+            sequence.candidate,
         )
-        events.append(_new(NewTokens, event))
+        events.append(event)
     return Decoded(events, full, ended)

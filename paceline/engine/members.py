@@ -131,7 +131,8 @@ class Members:
         if not sequence.spec.bypass_cache:
             self._room.extend_hashes(sequence)
         sequence.blocks.seal(sequence.num_computed_tokens, sequence.chain)
-        sequence.blocks.trim(sequence.num_computed_tokens, sequence.num_tokens)
+        if not self._pool.is_whole:
+            sequence.blocks.trim(sequence.num_computed_tokens, sequence.num_tokens)
 
     def go_on(self, sequence: Sequence, token_ids: Mapping[int, int]) -> None:
         """Each candidate goes on with its token, as a sequence of its own; those that have none are over."""

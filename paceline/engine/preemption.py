@@ -39,6 +39,9 @@ class Preemption:
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
         """Whoever had to lose its blocks so that those of `growing` that are left can have their next one."""
+        # A decode needs one block at most, and nearly always there are enough.
+        if self._pool.is_whole and len(growing) <= self._pool.num_available:
+            return []
         wanted = {sequence: sequence.blocks.num_missing(sequence.num_tokens) for sequence in growing}
         num_lacking = sum(wanted.values()) - self._pool.num_available
         if num_lacking <= 0:

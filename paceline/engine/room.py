@@ -72,10 +72,12 @@ class Room:
 
     def extend_hashes(self, sequence: Sequence) -> None:
         """Names the blocks that have become full."""
-        size, hashes = self._pool.block_size, sequence.block_hashes
-        for start in range(len(hashes) * size, sequence.num_tokens - size + 1, size):
+        size, hashes, token_ids = self._pool.block_size, sequence.block_hashes, sequence.token_ids
+        end = (len(hashes) + 1) * size
+        while end <= len(token_ids):
             parent = hashes[-1] if hashes else sequence.root
-            hashes.append(self._hash_block(parent, sequence.token_ids[start : start + size]))
+            hashes.append(self._hash_block(parent, token_ids[end - size : end]))
+            end += size
 
     def _reserve(self, sequence: Sequence, spare: int) -> bool:
         prefix = self._cached_prefix(sequence)

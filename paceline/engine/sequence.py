@@ -57,6 +57,8 @@ class Sequence:
     number: int
     arrival_s: float
     candidates: tuple[int, ...] = field(init=False)
+    # The first of them, which names the sequence among its family.
+    candidate: int = field(init=False)
     token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -97,6 +99,7 @@ class Sequence:
     def __post_init__(self) -> None:
         spec = self.spec
         self.candidates = spec.candidates
+        self.candidate = spec.candidates[0]
         self.token_ids = list(spec.known_ids)
         self.ends = {} if spec.ignore_eos else dict.fromkeys(self.eos_token_ids, FinishReason.EOS)
         self.ends.update(dict.fromkeys(spec.stop_token_ids, FinishReason.STOP))
@@ -166,6 +169,7 @@ class Sequence:
     def keep(self, candidates: tuple[int, ...]) -> None:
         """From now on it stands for these candidates only."""
         self.candidates = candidates
+        self.candidate = candidates[0]
         self.lasting_tasks = None
 
     def fork(self, candidate: int, blocks: SequenceBlocks) -> "Sequence":

@@ -1,11 +1,12 @@
 """The plain records in which deciding and doing meet: the scheduler writes one, the runner answers with the other.
 
-What there is of each running sequence in each step is a named tuple: it takes a quarter of the time of a frozen dataclass.
+What there is of each running sequence in each step is a struct of msgspec's: it takes an eighth of the time of a frozen dataclass.
 """
 
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import SamplingParams, SequenceId, TokenLogprob
@@ -45,7 +46,7 @@ class ScoreTask:
     num_top_logprobs: int
 
 
-class ScheduledSequence(NamedTuple):
+class ScheduledSequence(Struct, frozen=True):
     """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
     Each of `samples` chooses a token that follows them, all from the same logits: one for each candidate. If `score` is set,

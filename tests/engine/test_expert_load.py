@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -181,7 +182,7 @@ def test_a_runner_tells_which_experts_computed_each_sampled_token() -> None:
 
 def replace_samples(item: ScheduledSequence) -> ScheduledSequence:
     """The same, and its next token is sampled."""
-    return item._replace(samples=(SampleTask(GREEDY),))
+    return structs.replace(item, samples=(SampleTask(GREEDY),))
 
 
 def test_decodes_that_share_experts_share_a_step() -> None:
