@@ -55,7 +55,9 @@ def small_mixture() -> PreTrainedModel:
         max_position_embeddings=1024,
     )
     model: PreTrainedModel = Qwen3MoeForCausalLM(config)
-    return model.requires_grad_(requires_grad=False)
+    model.requires_grad_(requires_grad=False)
+    model.train(mode=False)
+    return model
 
 
 def measure_groups(num_repeats: int) -> dict[str, GroupCost]:
