@@ -178,9 +178,15 @@ async def test_pressure_shows(cluster: Cluster) -> None:
         for prompt in prompts:
             tasks.create_task(ask(cluster, prompt, num_tokens=200))
     after = await scrape_all(cluster)
-    assert moved(before["decode-0"], after["decode-0"], "preemptions_total", kind="recompute") > 0
+    by_kind = {
+        kind: moved(before["decode-0"], after["decode-0"], "preemptions_total", kind=kind)
+        for kind in ("recompute", "swap", "remote")
+    }
+    assert sum(by_kind.values()) > 0
+    assert by_kind["swap"] == 0, "it has no room to swap"
+    assert moved(before["decode-0"], after["decode-0"], "kv_shortages_total", what="growth") > 0
     assert moved(before["decode-0"], after["decode-0"], "kv_evicted_blocks_total") > 0
-    assert moved(before["prefill-0"], after["prefill-0"], "preemptions_total", kind="recompute") == 0
+    assert moved(before["prefill-0"], after["prefill-0"], "kv_shortages_total", what="growth") == 0
     assert moved(before["decode-0"], after["decode-0"], "admitted_tokens_total", source="computed") == 0
 
 
@@ -266,7 +272,7 @@ async def test_no_label_tells_who_asked_or_what(cluster: Cluster) -> None:
     seen = {
         label for found in (await scrape_all(cluster)).values() for _, labels in found for label, _ in labels
     }
-    assert seen <= {"priority", "part", "of", "kind", "mode", "tier", "end", "source", "le"}
+    assert seen <= {"priority", "part", "of", "kind", "what", "mode", "tier", "end", "source", "le"}
 
 
 def _metrics_in(found: Scrape, declared: dict[str, Metric]) -> set[str]:
