@@ -1,6 +1,7 @@
 """`./run bench simulator`: a simulated run beside a real one of the same trace, made in the same call; and its speed.
 
-Steps are measured right before and right after the real run, never during it: what is compared is a prediction.
+The trace is cut into parts. The real steps of every other one give the cost model, and its noise, by which the part between them
+is simulated: what is compared is a prediction, for a machine that is as busy as it was a moment before and after.
 """
 
 import argparse
@@ -13,11 +14,12 @@ from typing import Any
 from benchmarks.fit import add_lab_flags, fit_of, lab_of, numbers_of, print_fit, say
 from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import TEXTBOOK, CostModel
-from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round, medians
+from benchmarks.simulator.fitting import Fit, with_noise
+from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round
 from benchmarks.simulator.options import write_json
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.real_cluster import compare_on_cluster
-from benchmarks.simulator.real_run import RealRun, run_real
+from benchmarks.simulator.real_run import run_real
 from benchmarks.simulator.records import RequestRecord
 from benchmarks.simulator.slo import percentile
 from benchmarks.simulator.spec import ClusterSpec, scheduler_config
@@ -25,7 +27,7 @@ from benchmarks.simulator.trace import Trace, TraceRequest
 from paceline.core.errors import ConfigError
 from paceline.launcher.config import Topology
 
-_TRACE = "poisson:requests=50,rate=1,prompt=96,output=24,seed=1"
+_TRACE = "poisson:requests=108,rate=1,prompt=96,output=24,seed=1"
 _SPEED_TRACE = "poisson:requests={},rate=8,prompt=512,output=200,seed=1"
 # Every prompt is one chunk, so that all steps are alike; shorter and longer ones than the router hands over.
 _CLUSTER_TRACE = "poisson:requests=80,rate=5,prompt=60,output=20,seed=1"
@@ -48,42 +50,45 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, Any]:
-    """One engine on a real model, cost model and all."""
+    """One engine on a real model. Every other part of the trace is only there to be measured, and predicts the one between."""
     spec = _spec(args, lab)
-    cells = grid(args.max_num_seqs, args.max_num_batched_tokens, args.max_context, _FACTOR)
-    measure_round(lab, cells)
-    say(f"measuring {len(cells)} kinds of steps, before and after each of {args.parts} parts of the real run")
-    rounds = [measure_round(lab, cells)]
-    trace = _fitting(load_trace(args.trace), spec, fit_of(rounds[0], lab, name).model)
-    parts, real = _parts(trace, args.parts), []
+    trace = _fitting(load_trace(args.trace), spec, _first_fit(args, lab, name).model)
+    parts, real = _parts(trace, 2 * args.parts + 1), []
     for number, part in enumerate(parts):
-        say(f"part {number + 1}: {len(part.requests)} requests over {part.duration_s:.0f} s")
-        real.append(_least_disturbed([run_real(part, spec, lab) for _ in range(args.repeats)]))
-        rounds.append(measure_round(lab, cells))
-    # What was measured right around each part; with one round more on each side, one that was disturbed counts little.
+        what = "compared" if number % 2 else "measured"
+        say(
+            f"part {number + 1} of {len(parts)}, {what}: {len(part.requests)} requests over {part.duration_s:.0f} s"
+        )
+        real.append(run_real(part, spec, lab))
     fits = [
-        fit_of(medians(rounds[max(0, number - 1) : number + 3]), lab, name) for number in range(len(parts))
+        with_noise(fit_of(around, lab, name), around)
+        for around in (
+            (*real[number - 1].steps, *real[number + 1].steps) for number in range(1, len(parts), 2)
+        )
     ]
     simulated = [
         simulate(part, spec, found.model, vocab_size=lab.vocab_size)
-        for part, found in zip(parts, fits, strict=True)
+        for part, found in zip(parts[1::2], fits, strict=True)
     ]
-    whole = fit_of(medians(rounds), lab, name)
-    print_fit(whole)
+    print_fit(fits[0])
     print(f"\none engine, {name}:")
+    compared = real[1::2]
     errors = _compare(
-        [record for run in real for record in run.requests],
+        [record for run in compared for record in run.requests],
         [record for run in simulated for record in run.requests],
     )
     errors |= _step_errors(
-        [(step, found.model) for run, found in zip(real, fits, strict=True) for step in run.steps]
+        [(step, found.model) for run, found in zip(compared, fits, strict=True) for step in run.steps]
     )
-    return {**errors, "fit": numbers_of(whole)}
+    return {**errors, "fit": numbers_of(fits[0])}
 
 
-def _least_disturbed(runs: Sequence[RealRun]) -> RealRun:
-    """What else the machine does only ever adds time. The choice knows nothing of what was predicted."""
-    return min(runs, key=lambda run: sum(step.duration_s for step in run.steps))
+def _first_fit(args: argparse.Namespace, lab: Lab, name: str) -> Fit:
+    """How fast this machine is, so that the trace can be slowed to what it can serve."""
+    cells = grid(args.max_num_seqs, args.max_num_batched_tokens, args.max_context, _FACTOR)
+    measure_round(lab, cells)
+    say(f"measuring {len(cells)} kinds of steps")
+    return fit_of(measure_round(lab, cells), lab, name)
 
 
 def _cluster_errors(args: argparse.Namespace, lab: Lab, directory: Path) -> dict[str, Any]:
@@ -191,12 +196,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("./run bench simulator", description=__doc__, allow_abbrev=False)
     add_lab_flags(parser)
     parser.add_argument("--trace", default=_TRACE, help=f"see ./run simulate --help (default: {_TRACE})")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=2,
-        help="runs of each part, of which the shortest steps count (default: 2)",
-    )
     parser.add_argument("--topology", default="1P1D", help="of the real cluster (default: 1P1D)")
     parser.add_argument(
         "--cluster",
@@ -205,7 +204,10 @@ def _parser() -> argparse.ArgumentParser:
         help="also compare a real cluster of processes",
     )
     parser.add_argument(
-        "--parts", type=int, default=5, help="cuts of the real run, to measure between (default: 5)"
+        "--parts",
+        type=int,
+        default=4,
+        help="parts of the trace that are compared; between them others are measured",
     )
     parser.add_argument("--max-num-seqs", type=int, default=16, help="as of a worker (default: 16)")
     parser.add_argument(

@@ -68,18 +68,22 @@ class CostModel:
     transfer_latency_s: float = 0.0
     transfer_bytes_per_s: float = 1e9
     kv_bytes_per_token: int = 0
+    # What real steps took over what is said here, in the order in which they were measured: a simulation goes through these ratios
+    # again and again, so that slow moments of a machine are as frequent and as long as they were. Empty: steps take what is said.
+    noise: tuple[float, ...] = ()
     # Outside of the engines: before a request reaches a worker, and until a token is with its client.
     request_overhead_s: float = 0.0
     token_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuses numbers with which time would stand still or run backwards."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and not (isinstance(value, int | float) and 0 <= value < float("inf")):
-                raise ConfigError(
-                    f"cost model {self.name}: {field.name} is {value!r}, not a number from 0 up"
-                )
+        numbers = [field.name for field in fields(self) if field.name not in {"name", "noise"}]
+        for name in numbers:
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < float("inf")):
+                raise ConfigError(f"cost model {self.name}: {name} is {value!r}, not a number from 0 up")
+        if not all(map(_is_ratio, self.noise)):
+            raise ConfigError(f"cost model {self.name}: noise must be ratios above 0")
         if self.transfer_bytes_per_s <= 0:
             raise ConfigError(f"cost model {self.name}: transfer_bytes_per_s must be more than 0")
         if self.base_s + min(self.decode_s, self.chunk_token_s) <= 0:
@@ -101,6 +105,10 @@ class CostModel:
         return num_bytes / self.transfer_bytes_per_s
 
 
+def _is_ratio(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
+
+
 # Decode is bound by memory: weights are read once for all, so that a larger batch costs little more.
 TEXTBOOK = CostModel("textbook", base_s=0.005, decode_s=0.0003, chunk_token_s=0.0002)
 # Each sequence costs what it would cost alone: batching cannot help.
@@ -115,7 +123,8 @@ def load_cost(name_or_file: str) -> CostModel:
     try:
         numbers = json.loads(Path(name_or_file).read_text(encoding="utf-8"))
         # The file of `./run bench fit` has the residuals beside the model.
-        return CostModel(**numbers.get("cost_model", numbers))
+        model = numbers.get("cost_model", numbers)
+        return CostModel(**{**model, "noise": tuple(model.get("noise", ()))})
     except OSError as error:
         known = ", ".join(NAMED)
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Fits a cost model to measured steps by least squares, and says how well it does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ COEFFICIENTS = ("base_s", "decode_s", "decode_context_s", "chunk_s", "chunk_toke
 _NUM_REWEIGHTINGS = 20
 # Relative errors below this count alike: the last percent is noise.
 _SMALL = 0.02
+_LEAST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,22 @@ def fit(samples: Sequence[StepSample], name: str, kv_bytes_per_token: int) -> Fi
         # The square of a weighted error comes to its absolute value.
         weights = 1 / measured / np.sqrt(np.maximum(error, _SMALL))
         numbers = _least_squares(features, measured, weights)
+    # However noisy the samples were, a step takes time.
+    numbers[0] = max(numbers[0], _LEAST_S)
     model = CostModel(
         name=name,
         kv_bytes_per_token=kv_bytes_per_token,
-        **dict(zip(COEFFICIENTS, map(float, numbers), strict=True)),
+        **dict(zip(COEFFICIENTS, map(float, numbers), strict=True)),  # type: ignore[arg-type] # none of them is the noise
     )
     residuals = features @ numbers / measured - 1
     sizes = np.abs(residuals).tolist()
     return Fit(model, len(samples), percentile(sizes, 0.5), percentile(sizes, 0.95), float(residuals.mean()))
+
+
+def with_noise(found: Fit, samples: Sequence[StepSample]) -> Fit:
+    """The same, and how far each of some measured steps was from it, in their order."""
+    noise = tuple(sample.duration_s / found.model.step_s(sample.work) for sample in samples)
+    return replace(found, model=replace(found.model, noise=noise))
 
 
 def _features(work: StepWork) -> tuple[float, ...]:

@@ -1,5 +1,7 @@
 """Runners for the virtual clock: one that computes nothing, and one that says how long each step took."""
 
+import itertools
+
 from benchmarks.simulator.cost import CostModel, StepWork, work_of
 from paceline.core.kv_layout import BlockId
 from paceline.engine.engine import BlockMemory, Runner
@@ -64,6 +66,7 @@ class CostedRunner:
         self._runner = runner
         self._cost = cost
         self._clock = clock
+        self._noise = itertools.cycle(cost.noise or (1.0,))
         self.output = SchedulerOutput((), ())
         self.work = StepWork(0, 0, 0, 0, 0)
 
@@ -76,5 +79,5 @@ class CostedRunner:
         """See Runner."""
         computed = self._runner.execute(output)
         self.output, self.work = output, work_of(output.scheduled)
-        self._clock.now_s += self._cost.step_s(self.work)
+        self._clock.now_s += self._cost.step_s(self.work) * next(self._noise)
         return computed

@@ -1,12 +1,15 @@
 """The cost model: what a step's work is, and what it takes."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import LINEAR, TEXTBOOK, CostModel, StepWork, load_cost, save_cost, work_of
+from benchmarks.simulator.spec import ClusterSpec
+from benchmarks.simulator.trace import Trace, TraceRequest
 from paceline.core.errors import ConfigError
 from paceline.engine.step import ScheduledSequence
 from tests.factories import make_id
@@ -34,7 +37,9 @@ def test_the_textbook_model() -> None:
 
 def test_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
     """What was saved is loaded, by itself or inside of what a fit has written."""
-    model = CostModel("mine", 0.01, 0.001, 0.002, 0.1, 1e-6, 1e-7, 0.001, 2e9, 23_040, 0.003, 0.001)
+    model = CostModel(
+        "mine", 0.01, 0.001, 0.002, 0.1, 1e-6, 1e-7, 0.001, 2e9, 23_040, (0.9, 1.3), 0.003, 0.001
+    )
     save_cost(model, tmp_path / "cost.json")
     assert load_cost(str(tmp_path / "cost.json")) == model
     (tmp_path / "fit.json").write_text(json.dumps({"cost_model": asdict(model), "r2": 0.99}))
@@ -42,7 +47,15 @@ def test_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", "{", '{"name": "x", "base_s": -1, "decode_s": 1, "chunk_token_s": 1}']
+    "text",
+    [
+        "{}",
+        "[]",
+        "{",
+        '{"name": "x", "base_s": -1, "decode_s": 1, "chunk_token_s": 1}',
+        '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1, "noise": [1, 0]}',
+        '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1, "noise": 2}',
+    ],
 )
 def test_a_file_that_is_no_cost_model_is_refused(text: str, tmp_path: Path) -> None:
     """It is named, in one line."""
@@ -57,3 +70,12 @@ def test_time_never_stands_still() -> None:
         CostModel("nothing", 0.0, 0.0, 0.001)
     with pytest.raises(ConfigError, match="neither"):
         load_cost("no/such/file")
+
+
+def test_noise_is_gone_through_in_order_and_again() -> None:
+    """Steps take what the model says times one ratio after the other, so that slow moments are as long as they were."""
+    model = replace(TEXTBOOK, noise=(1.0, 1.0, 3.0))
+    trace = Trace("one", (TraceRequest(0.0, 10, 6),))
+    steps = simulate(trace, ClusterSpec(disaggregate="never"), model).steps
+    ratios = [(step.end_s - step.start_s) / TEXTBOOK.step_s(step.work) for step in steps]
+    assert ratios == pytest.approx([1, 1, 3, 1, 1, 3])
