@@ -1,7 +1,6 @@
 """Decides which waiting sequences come in, and when. Room is theirs before they do."""
 
 from collections.abc import Iterator
-from itertools import islice
 
 from paceline.core.errors import QueueFullError
 from paceline.core.request import Priority
@@ -15,7 +14,7 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import Sequence, SequenceStatus
 from paceline.engine.waiting import WaitingQueue
 
-# How many that wait are looked at in a step when those before them do not fit.
+# After so many that do not fit nobody is looked at any more in this step.
 _LOOK_AHEAD = 8
 # Every class; a limit for those that come before a class of their own.
 ALL_CLASSES = len(Priority)
@@ -121,6 +120,8 @@ class Admission:
                 if sequence.status is SequenceStatus.PREEMPTED:
                     return
                 passed.append(sequence)
+                if len(passed) == _LOOK_AHEAD:
+                    return
                 continue
             self._note_overtaken(passed)
             self.remove(sequence)
@@ -130,7 +131,7 @@ class Admission:
         starving = self._starving
         if starving is not None and starving in queue and queue.urgency(starving) < before:
             yield starving
-        yield from islice(queue.in_turn(before), _LOOK_AHEAD)
+        yield from queue.in_turn(before)
 
     def _is_barred(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         starving = self._starving
