@@ -13,7 +13,7 @@ from paceline.core.request import SamplingParams
 from tests.cluster.support import Cluster, events_of, fake_tokens, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 PROMPT = tuple((13 * i + 5) % VOCAB_SIZE for i in range(150))
 SEEDED: GenerateOptions = {"n": 4, "seed": 9, "max_tokens": 40}

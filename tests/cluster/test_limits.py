@@ -16,7 +16,7 @@ from paceline.launcher.capacity import capacity_lines
 from tests.cluster.support import Cluster, fake_tokens, running_cluster
 from tests.tiny_model import VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 MAX_MODEL_LEN = 100
 # Memory decides, not the number of blocks that test clusters have otherwise.

@@ -11,7 +11,7 @@ from tests.cluster.support import Cluster, fake_tokens, running_cluster
 from tests.cluster.test_metrics import moved, scrape, series
 from tests.tiny_model import VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 PINNED = tuple(range(100, 164))  # 4 blocks of 16
 TWIN = tuple(range(200, 264))

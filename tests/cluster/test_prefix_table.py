@@ -13,7 +13,7 @@ from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_clus
 from tests.prefix_index.conftest import EmbeddedRedis
 from tests.tiny_model import VOCAB_SIZE
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
 
 FIRST = tuple((5 * i + 1) % VOCAB_SIZE for i in range(640))
 SECOND = tuple((9 * i + 2) % VOCAB_SIZE for i in range(640))

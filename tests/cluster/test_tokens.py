@@ -104,6 +104,7 @@ async def test_the_first_token_may_be_the_last(idle_fake_cluster: Cluster, max_t
     assert answer.finish_reason == "length"
 
 
+@pytest.mark.thorough
 async def test_preempted_sequences_give_the_same_tokens(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Under a pool too small for all, sequences are preempted, computed again, and still give the oracle's tokens."""
     small = {"decode": {"num_blocks": 16}}
@@ -121,6 +122,7 @@ async def test_preempted_sequences_give_the_same_tokens(tmp_path: Path, tiny_tok
     assert sum(answer.timeline.preemptions for answer in answers) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mode", "topology"), [("never", "1P1D"), ("auto", "0P1D")])
 async def test_local_tokens_equal_the_oracle(
     tmp_path: Path, tiny_tokenizer_dir: Path, mode: str, topology: str
@@ -137,6 +139,7 @@ async def test_local_tokens_equal_the_oracle(
         assert answer.prefill_worker == "decode-0"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["always", "never"])
 async def test_prompts_are_told_whole_in_either_mode(
     tmp_path: Path, tiny_tokenizer_dir: Path, mode: str
@@ -166,6 +169,7 @@ async def test_prompts_are_told_whole_in_either_mode(
     assert hitting.prompt_logprobs == ()
 
 
+@pytest.mark.thorough
 async def test_several_workers_share_the_work(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """With two workers in each tier all four are used, and the tokens are the same."""
     async with running_cluster(

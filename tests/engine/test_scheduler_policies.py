@@ -108,6 +108,7 @@ def test_more_decodes_than_the_budget_take_turns() -> None:
 # -- memory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", ["cost", "lifo", "most-blocks"])
 def test_overload_costs_little_recomputation_and_loses_nobody(victim: str) -> None:
     """At 1.2 times the load that fits, without a cushion: under a tenth of all tokens are computed twice, all finish."""
@@ -142,6 +143,7 @@ def test_admission_counts_growth_and_not_more() -> None:
     assert len(growing.outputs[0].scheduled) == 8
 
 
+@pytest.mark.thorough
 def test_throughput_does_not_collapse_past_saturation() -> None:
     """At twice the load that saturates it, and at four times, at least 95 % of the best throughput is left."""
     throughput = {}
@@ -214,6 +216,7 @@ def test_it_is_overtaken_a_bounded_number_of_times() -> None:
     assert len(passed) == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["fcfs", "edf"])
 def test_a_stream_of_small_ones_does_not_starve_a_large_one(policy: str) -> None:
     """However many come, the large one has its turn, under each policy, with and without the fast lane."""
@@ -248,6 +251,7 @@ def _lane_p99(rate: float, share: float) -> float:
     return percentile(_ttft_s(timed, "s"), 0.99)
 
 
+@pytest.mark.thorough
 def test_the_fast_lane_stays_flat_while_the_normal_lane_is_saturated() -> None:
     """From the load that fills it to twice as much the lane's p99 TTFT grows by under a half; without it, it explodes."""
     assert _lane_p99(8.0, 0.3) < 1.5 * _lane_p99(4.0, 0.3)
@@ -323,6 +327,7 @@ def test_shortest_job_first_halves_the_mean_wait() -> None:
     assert waits["sjf"] < 0.75 * waits["fcfs"]
 
 
+@pytest.mark.thorough
 def test_shortest_job_first_starves_nobody() -> None:
     """A long job is passed by short ones for TURN_BOUND_S seconds at most."""
     timed = _one_at_a_time(policy="sjf")
@@ -392,6 +397,7 @@ def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
 # -- fairness
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_num_seqs", [4, 16])
 def test_a_noisy_tenant_takes_nothing_from_a_quiet_one(max_num_seqs: int) -> None:
     """Ten times the requests give no more service while both wait: the gap stays within the bound of the VTC paper."""

@@ -86,6 +86,7 @@ def test_it_says_what_it_holds(up: Up) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_it_says_where_the_metrics_are(up: Up) -> None:
     """An address for each process comes with ready; without metrics there is no such line."""
     process = up()
@@ -110,6 +111,7 @@ def test_a_signal_while_starting_ends_it_too(up: Up) -> None:
     assert _all_gone(children)
 
 
+@pytest.mark.thorough
 def test_a_second_signal_kills(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a worker ignores the request to end, a second Ctrl-C ends it at once."""
     monkeypatch.setenv("STAND_IN_decode-0", "stubborn")
@@ -125,6 +127,7 @@ def test_a_second_signal_kills(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+@pytest.mark.thorough
 def test_a_killed_launcher_leaves_no_orphan(up: Up) -> None:
     """SIGKILL on the launcher ends router, workers and Redis too."""
     process = up()
@@ -134,6 +137,7 @@ def test_a_killed_launcher_leaves_no_orphan(up: Up) -> None:
     assert _all_gone(children)
 
 
+@pytest.mark.thorough
 def test_a_death_after_ready_is_reported_and_mended(up: Up) -> None:
     """A killed worker gives one line and comes back."""
     process = up()

@@ -26,6 +26,8 @@ from router.workers import WorkerRegistry
 from tests.factories import make_spec
 from tests.worker.bench import DECODE, PREFILL, output_of, require_empty, serving_worker, until
 
+pytestmark = pytest.mark.thorough
+
 # What a request is made of, in router, engine and hand-over: whatever map kept one of them would keep all it refers to.
 OF_A_REQUEST = (Job, DecodeHandle, Lease, KvTicket, Sequence, SequenceId, SequenceSpec)
 

@@ -20,6 +20,8 @@ from paceline.engine.exact.tiled import (
     placeless,
 )
 
+pytestmark = pytest.mark.thorough
+
 SIZES = ((33, 47), (64, 32), (576, 192))  # inner, outer
 DTYPES = (torch.float32, torch.bfloat16)
 
