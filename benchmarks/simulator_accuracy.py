@@ -5,6 +5,7 @@ is simulated: what is compared is a prediction, for a machine that is as busy as
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round
 from benchmarks.simulator.options import write_json
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.real_cluster import compare_on_cluster
-from benchmarks.simulator.real_run import run_real
+from benchmarks.simulator.real_run import RealRun, run_real
 from benchmarks.simulator.records import RequestRecord
 from benchmarks.simulator.slo import percentile
 from benchmarks.simulator.spec import ClusterSpec, scheduler_config
@@ -61,10 +62,8 @@ def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, A
         )
         real.append(run_real(part, spec, lab))
     fits = [
-        with_noise(fit_of(around, lab, name), around)
-        for around in (
-            (*real[number - 1].steps, *real[number + 1].steps) for number in range(1, len(parts), 2)
-        )
+        _fit_around(list(zip(parts, real, strict=True))[number - 1 : number + 2 : 2], spec, lab, name)
+        for number in range(1, len(parts), 2)
     ]
     simulated = [
         simulate(part, spec, found.model, vocab_size=lab.vocab_size)
@@ -81,6 +80,21 @@ def _engine_errors(args: argparse.Namespace, lab: Lab, name: str) -> dict[str, A
         [(step, found.model) for run, found in zip(compared, fits, strict=True) for step in run.steps]
     )
     return {**errors, "fit": numbers_of(fits[0])}
+
+
+def _fit_around(measured: Sequence[tuple[Trace, RealRun]], spec: ClusterSpec, lab: Lab, name: str) -> Fit:
+    """What the parts before and after one say: steps, their noise, and what a request waits for beside steps."""
+    samples = [step for _, run in measured for step in run.steps]
+    found = with_noise(fit_of(samples, lab, name), samples)
+    late_s = [
+        theirs.ttft_s - ours.ttft_s
+        for trace, run in measured
+        for ours, theirs in zip(
+            simulate(trace, spec, found.model, vocab_size=lab.vocab_size).requests, run.requests, strict=True
+        )
+    ]
+    overhead_s = max(0.0, statistics.median(late_s))
+    return replace(found, model=replace(found.model, request_overhead_s=overhead_s))
 
 
 def _first_fit(args: argparse.Namespace, lab: Lab, name: str) -> Fit:
