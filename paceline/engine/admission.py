@@ -1,6 +1,7 @@
 """Decides which waiting sequences come in, and when. Room is theirs before they do."""
 
 from collections.abc import Iterator
+from math import inf
 
 from paceline.core.errors import QueueFullError
 from paceline.core.request import Priority
@@ -16,6 +17,8 @@ from paceline.engine.waiting import WaitingQueue
 
 # After so many that do not fit nobody is looked at any more in this step.
 _LOOK_AHEAD = 8
+# At least so many admissions lie between two of those whose turn comes by age alone.
+_AGED_EVERY = 8
 # Every class; a limit for those that come before a class of their own.
 ALL_CLASSES = len(Priority)
 
@@ -32,12 +35,17 @@ class Admission:
         self._pressure = pressure
         self._overload = overload
         policy = TURN_POLICIES[config.policy]
-        self.fast = WaitingQueue(policy, config.aging_s)
-        self.normal = WaitingQueue(policy, config.aging_s)
+        self.fast = WaitingQueue(policy)
+        self.normal = WaitingQueue(policy)
         # One that was passed by as often as may be: until it fits, nobody of its class, or of a later one, comes in.
         self._starving: Sequence | None = None
         self._is_open = True
-        self._may_batch = True
+        # Of this step: the time, who of the fast lane has come in, and how many BATCH requests still may.
+        self._now_s = 0.0
+        self._num_passed = 0
+        self._num_batch_left = 0
+        # Admissions since somebody came in who had waited for long.
+        self._num_since_aged = 0
 
     def __len__(self) -> int:
         return len(self.fast) + len(self.normal)
@@ -81,21 +89,22 @@ class Admission:
             sequence.keep(candidates)
 
     def begin_step(self, now_s: float) -> None:
-        """Time has passed: classes age, BATCH requests give way or come back."""
-        for queue in (self.fast, self.normal):
-            queue.age(now_s)
+        """Time has passed: BATCH requests give way or come back, and a pause may be over."""
+        self._now_s = now_s
+        self._num_passed = 0
         waiting = [queue for queue in (self.fast, self.normal) if len(queue)]
         urgent = [arrival_s for queue in waiting if (arrival_s := queue.oldest_urgent_s()) is not None]
         self._overload.note_wait(now_s - min(urgent) if urgent else 0.0, now_s)
-        is_static = self._config.batching == "static"
-        self._is_open = not self._running or not (is_static or self._pressure.is_cooling)
-        self._may_batch = self._overload.mode is BatchMode.CONTINUOUS or (
-            not urgent and not any(s.spec.priority is Priority.BATCH for s in self._running)
-        )
+        computes = bool(self._running.decoding or self._running.prefilling)
+        is_static = self._config.batching == "static" and bool(self._running)
+        self._is_open = not is_static and not (self._pressure.is_cooling and computes)
+        self._num_batch_left = self._num_batch_to_come(is_slack=not urgent)
 
     def refused(self) -> list[tuple[Sequence, Event]]:
-        """BATCH requests that shall not wait any longer; those that have begun stay."""
-        if self._overload.mode is not BatchMode.REFUSED:
+        """BATCH requests that shall not wait any longer. Those that have begun are of another class."""
+        oldest = self.normal.oldest(Priority.BATCH)
+        latest_s = inf if self._overload.mode is BatchMode.REFUSED else self._now_s - self._config.aging_s
+        if self._overload.mode is BatchMode.CONTINUOUS or oldest is None or oldest.arrival_s > latest_s:
             return []
         error = QueueFullError(
             "urgent requests wait, and BATCH ones are refused meanwhile",
@@ -103,48 +112,91 @@ class Admission:
         )
         return [
             (sequence, Failed(sequence.sequence_id, error))
-            for sequence in self.normal
-            if sequence.spec.priority is Priority.BATCH and sequence.status is SequenceStatus.WAITING
+            for sequence in self.normal.of_class(Priority.BATCH)
+            if sequence.arrival_s <= latest_s
         ]
 
     def admitted(self, queue: WaitingQueue, before: int = ALL_CLASSES) -> Iterator[Sequence]:
         """Those of a lane and of the classes before one that fit, one after the other; each has its room once it is given."""
         passed: list[Sequence] = []
         if not self._is_open or self._running.num_seats >= self._max_seats:
+            self._note_full(queue)
             return
         for sequence in self._candidates(queue, before):
-            if self._is_barred(sequence, queue) or not self._is_allowed(sequence):
+            if sequence not in queue or sequence in passed:
                 continue
-            if not self._fits(sequence, queue):
-                # Whoever lost its blocks is not overtaken: newcomers would only take from others what it lacks.
-                if sequence.status is SequenceStatus.PREEMPTED:
-                    return
-                passed.append(sequence)
-                if len(passed) == _LOOK_AHEAD:
-                    return
+            # Since this step began a class has been shut; all that come now are of it, or of later ones.
+            if self._is_barred(sequence) or (
+                self._num_batch_left == 0 and sequence.turn_class is Priority.BATCH
+            ):
+                return
+            if self._fits(sequence, queue):
+                self._note_overtaken(passed)
+                self._note_admitted(sequence, queue)
+                yield sequence
                 continue
-            self._note_overtaken(passed)
-            self.remove(sequence)
-            yield sequence
+            # Whoever lost its blocks is not overtaken: newcomers would only take from others what it lacks.
+            if sequence.status is SequenceStatus.PREEMPTED:
+                return
+            if self._is_starving(sequence, queue):
+                return
+            passed.append(sequence)
+            if len(passed) == _LOOK_AHEAD:
+                return
 
     def _candidates(self, queue: WaitingQueue, before: int) -> Iterator[Sequence]:
-        starving = self._starving
-        if starving is not None and starving in queue and queue.urgency(starving) < before:
-            yield starving
-        yield from queue.in_turn(before)
+        if self._starving is not None and self._starving in queue and self._starving.turn_class < before:
+            yield self._starving
+        # Not more often, so that age alone takes little from those that are urgent.
+        if self._num_since_aged >= _AGED_EVERY:
+            yield from queue.aged(self._now_s - self._config.aging_s, self._first_shut_class(queue))
+        yield from queue.in_turn(min(before, self._first_shut_class(queue)))
 
-    def _is_barred(self, sequence: Sequence, queue: WaitingQueue) -> bool:
-        starving = self._starving
-        # One that may not come in itself keeps nobody out.
-        if starving is None or starving is sequence or not self._is_allowed(starving):
-            return False
-        return queue.urgency(sequence) >= self.queue_of(starving).urgency(starving)
+    def _first_shut_class(self, queue: WaitingQueue) -> int:
+        """While a REALTIME request waits in the normal lane the fast lane lets in no other; BATCH may have to wait anyway."""
+        if queue is self.fast and self.normal.oldest(Priority.REALTIME) is not None:
+            return Priority.STANDARD
+        shut = ALL_CLASSES if self._num_batch_left else Priority.BATCH
+        return shut if self._starving is None else min(shut, self._starving.turn_class)
 
-    def _is_allowed(self, sequence: Sequence) -> bool:
-        if sequence.spec.priority is not Priority.BATCH or self._overload.mode is BatchMode.CONTINUOUS:
-            return True
-        num_batch = sum(s.spec.priority is Priority.BATCH for s in self._running)
-        return self._may_batch and num_batch < self._config.static_batch_size
+    def _is_barred(self, sequence: Sequence) -> bool:
+        starving = self._starving
+        return (
+            starving is not None and starving is not sequence and sequence.turn_class >= starving.turn_class
+        )
+
+    def _is_starving(self, sequence: Sequence, queue: WaitingQueue) -> bool:
+        """Whether it has been passed by as often as may be, the fast lane's admissions of this step included."""
+        if queue is self.normal:
+            sequence.num_overtaken += self._num_passed
+            self._num_passed = 0
+        self._note_starving(sequence)
+        return sequence is self._starving
+
+    def _note_starving(self, sequence: Sequence) -> None:
+        if self._starving is None and sequence.num_overtaken >= self._config.max_overtakes:
+            self._starving = sequence
+
+    def _note_full(self, queue: WaitingQueue) -> None:
+        """Without a seat the head has been passed by too, by those of the fast lane."""
+        if queue is self.normal and self._num_passed and self._is_open:
+            head = next(queue.in_turn(), None)
+            if head is not None:
+                self._is_starving(head, queue)
+
+    def _note_admitted(self, sequence: Sequence, queue: WaitingQueue) -> None:
+        is_aged = sequence.arrival_s <= self._now_s - self._config.aging_s
+        self._num_since_aged = 0 if is_aged else self._num_since_aged + 1
+        self._num_passed += queue is self.fast
+        self._num_batch_left -= sequence.turn_class is Priority.BATCH
+        self.remove(sequence)
+
+    def _num_batch_to_come(self, *, is_slack: bool) -> int:
+        """How many BATCH requests may begin in this step; while they give way, some once all others of them are done."""
+        if self._overload.mode is BatchMode.CONTINUOUS:
+            return self._config.max_num_seqs
+        is_done = not any(sequence.spec.priority is Priority.BATCH for sequence in self._running)
+        return self._config.static_batch_size if is_slack and is_done else 0
 
     def _fits(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether all its candidates have seats, and there is room, which it then has; alone it always has a seat."""
@@ -161,5 +213,4 @@ class Admission:
     def _note_overtaken(self, passed: list[Sequence]) -> None:
         for sequence in passed:
             sequence.num_overtaken += 1
-            if sequence.num_overtaken >= self._config.max_overtakes and self._starving is None:
-                self._starving = sequence
+            self._note_starving(sequence)

@@ -12,6 +12,9 @@ from paceline.engine.running import Running
 from paceline.engine.sequence import Sequence, SequenceRole
 from paceline.engine.swap import SwapSpace
 
+# After so many steps one that was refused is asked for again, whatever has changed.
+_RETRY_STEPS = 16
+
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
 
@@ -34,6 +37,7 @@ class Room:
         self._hash_block = hash_block
         self._max_step_tokens = max_step_tokens
         self.num_refused = 0
+        self.num_steps = 0
 
     def take(self, sequence: Sequence, *, from_cushion: bool) -> bool:
         """Reserves blocks, cached ones where there are some, or brings back what was swapped out.
@@ -48,7 +52,7 @@ class Room:
         taken = self._restore(sequence, spare) if sequence.saved else self._reserve(sequence, spare)
         if not taken:
             self.num_refused += sequence.refused_with is None
-            sequence.refused_with = self._pool.num_available
+            sequence.refused_with, sequence.refused_at_step = self._pool.num_available, self.num_steps
         return taken
 
     def lend(self, sequence: Sequence) -> bool:
@@ -142,6 +146,9 @@ class Room:
     def _is_hopeless(self, sequence: Sequence) -> bool:
         """Whether nothing has come free since it was refused, and no more of its prefix is here than then."""
         if sequence.refused_with is None or not self._running:
+            return False
+        # What is kept free for others may have become less since.
+        if self.num_steps >= sequence.refused_at_step + _RETRY_STEPS:
             return False
         hashes, num_found = sequence.block_hashes, sequence.num_prefix_blocks
         is_longer = num_found < len(hashes) and self._pool.is_named(hashes[num_found])

@@ -37,6 +37,9 @@ from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.engine.swap import SwapSpace
 from paceline.engine.waiting import WaitingQueue
 
+# How often age alone decides whose chunk comes first.
+_AGED_EVERY = 8
+
 
 class Scheduler:
     """Owns the sequences and, through the pool, their blocks. Each policy is a part of its own; here they meet."""
@@ -115,6 +118,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Chooses this step's tokens: decodes, then chunks of running prefills, then whoever waits and fits."""
         now_s = self._clock()
+        self._room.num_steps += 1
         self._admission.begin_step(now_s)
         events = self._members.take_news(now_s)
         may_admit = self._plan_decodes()
@@ -188,7 +192,7 @@ class Scheduler:
         )
         for sequence in running:
             if may_admit:
-                budget -= self._admit(queue, budget, events, before=self._urgency(sequence))
+                budget -= self._admit(queue, budget, events, before=max(0, self._urgency(sequence)))
             budget -= self._plan_chunk(sequence, budget)
         if may_admit:
             self._admit(queue, budget, events, before=ALL_CLASSES)
@@ -217,9 +221,9 @@ class Scheduler:
         return num_tokens
 
     def _urgency(self, sequence: Sequence) -> int:
-        """Its class, after it has waited and run for so long."""
-        num_up = int((self._clock() - sequence.arrival_s) // self.config.aging_s)
-        return max(0, sequence.spec.priority - num_up)
+        """Its class; in every eighth step those that came long ago are before all others."""
+        is_aged = sequence.arrival_s <= self._clock() - self.config.aging_s
+        return -1 if is_aged and self._room.num_steps % _AGED_EVERY == 0 else sequence.turn_class
 
     # -- taking results
 
@@ -246,6 +250,7 @@ class Scheduler:
             new_token(sequence, candidate, token_id, logprob)
             for candidate, (token_id, logprob) in zip(sequence.candidates, sampled, strict=True)
         ]
+        sequence.account.service += OUTPUT_TOKEN * len(events)
         if sequence.role is SequenceRole.PREFILL_ONLY:
             self._members.hold(sequence)
         else:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from paceline.core.block_hash import BlockHash
-from paceline.core.request import FinishReason, SequenceId, SequenceSpec
+from paceline.core.request import FinishReason, Priority, SequenceId, SequenceSpec
 from paceline.engine.block_tables import SequenceBlocks
 from paceline.engine.cached_prefix import TokenChain
 from paceline.engine.fairness import Account
@@ -75,8 +75,9 @@ class Sequence:
     num_scored_tokens: int = 1
     # Admissions that passed it by, since it did not fit.
     num_overtaken: int = 0
-    # When it was refused for lack of room: blocks available then, and how many of its own were cached.
+    # When it was refused for lack of room: blocks available then, in which step, and how many of its own were cached.
     refused_with: int | None = None
+    refused_at_step: int = 0
     num_prefix_blocks: int = 0
     # How the next token is sampled, as long as that stays the same from token to token.
     lasting_tasks: tuple[SampleTask, ...] | None = None
@@ -107,6 +108,13 @@ class Sequence:
         self.sequence_id = spec.sequence_id
         self.num_prompt_tokens = len(spec.prompt_ids)
         self.max_num_tokens = self.num_prompt_tokens + spec.max_tokens
+
+    @property
+    def turn_class(self) -> Priority:
+        """The class in which it waits: a BATCH request that has begun, here or elsewhere, is not turned away any more."""
+        has_begun = self.num_preemptions > 0 or self.spec.output_ids or self.role is SequenceRole.AWAIT_KV
+        is_batch = self.spec.priority is Priority.BATCH
+        return Priority.STANDARD if is_batch and has_begun else self.spec.priority
 
     @property
     def num_seats(self) -> int:
@@ -148,11 +156,6 @@ class Sequence:
         if self.status is SequenceStatus.WAITING:
             return "queued"
         return "decode" if self.num_output_tokens > len(self.spec.output_ids) else "prefill"
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether one step gives a token."""
-        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     @property
     def banned_ids(self) -> tuple[int, ...]:

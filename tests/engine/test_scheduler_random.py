@@ -444,7 +444,7 @@ def test_random_histories_take_every_way(layers: str) -> None:
     ways = ["recompute", "swap", "hits", "evicted", "refused", "late", Failed.__name__]
     if layers == "whole":
         ways += ["remote", "recalled", BlocksReady.__name__]
-    assert min(seen[way] for way in ways) > 2, seen
+    assert min(seen[way] for way in ways) > 1, seen
 
 
 @pytest.mark.slow

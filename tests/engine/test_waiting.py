@@ -19,8 +19,8 @@ POOL = BlockPool(4, 4)
 class Line:
     """A queue, and the accounts of those in it."""
 
-    def __init__(self, aging_s: float = 100.0) -> None:
-        self.queue = WaitingQueue(first_come_first_served, aging_s)
+    def __init__(self) -> None:
+        self.queue = WaitingQueue(first_come_first_served)
         self.accounts: dict[str, Account] = {}
         self.num_made = 0
 
@@ -90,27 +90,31 @@ def test_the_tenant_that_was_served_least_is_next() -> None:
     assert len(line.queue) == 0
 
 
-def test_waiting_moves_up_a_class_at_a_time() -> None:
-    """After aging_s it is of the next class, by its own arrival; those of that class are not changed."""
-    line = Line(aging_s=10.0)
-    line.add("batch", 0.0, Priority.BATCH)
-    line.add("standard", 5.0)
-    line.queue.age(9.9)
-    assert line.names() == ["standard", "batch"]
-    line.queue.age(10.0)
-    assert line.names() == ["batch", "standard"]
-    line.add("urgent", 12.0, Priority.REALTIME)
-    assert line.names() == ["urgent", "batch", "standard"]
-    line.queue.age(20.0)
-    assert line.names() == ["batch", "standard", "urgent"]
+def test_the_oldest_of_each_class_has_a_turn_by_age() -> None:
+    """Of those that are not REALTIME, whether they were sent back or not, and only if they came long enough ago."""
+    line = Line()
+    line.add("urgent", 0.0, Priority.REALTIME)
+    line.add("batch", 1.0, Priority.BATCH)
+    line.add("standard", 3.0)
+    line.add("later", 4.0)
+
+    def aged(arrived_by_s: float, before: int = 3) -> list[str]:
+        """Their names."""
+        return [each.sequence_id.request_id for each in line.queue.aged(arrived_by_s, before)]
+
+    assert aged(0.9) == []
+    assert aged(1.0) == ["batch"]
+    assert aged(9.0) == ["standard", "batch"]
+    assert aged(9.0, before=Priority.BATCH) == ["standard"]
+    line.queue.add_first(line.make("back", 2.0))
+    assert aged(9.0) == ["back", "batch"]
 
 
-def test_the_oldest_urgent_one_is_found_among_batch_and_sent_back_ones() -> None:
-    """A batch request that has aged is not urgent by itself, and one that was sent back has had a turn."""
-    line = Line(aging_s=10.0)
+def test_the_oldest_urgent_one_has_not_had_a_turn() -> None:
+    """A batch request is not urgent, and neither is one that was sent back."""
+    line = Line()
     assert line.queue.oldest_urgent_s() is None
     line.add("batch", 0.0, Priority.BATCH)
-    line.queue.age(10.0)
     assert line.queue.oldest_urgent_s() is None
     standard = line.add("standard", 11.0)
     line.add("urgent", 12.0, Priority.REALTIME)
@@ -120,18 +124,30 @@ def test_the_oldest_urgent_one_is_found_among_batch_and_sent_back_ones() -> None
     assert line.queue.oldest_urgent_s() == 12.0
 
 
+def test_batch_that_has_begun_is_of_the_next_class() -> None:
+    """Preempted, begun by an earlier attempt, or with its prompt computed elsewhere: it is not turned away with the others."""
+    line = Line()
+    fresh = line.make("fresh", 0.0, Priority.BATCH)
+    preempted, moved = (line.make(name, 1.0, Priority.BATCH) for name in ("preempted", "moved"))
+    preempted.num_preemptions, moved.role = 1, SequenceRole.AWAIT_KV
+    for sequence in (fresh, preempted, moved):
+        line.queue.add(sequence)
+    assert line.names(before=Priority.BATCH) == ["preempted", "moved"]
+    assert line.queue.of_class(Priority.BATCH) == [fresh]
+    assert line.queue.num_waiting(Priority.BATCH) == 3
+
+
 def test_random_lines_are_in_order() -> None:
-    """Adds, removals and aging in any order: sorted by class, and by arrival within one of a single tenant; counts are right."""
+    """Adds and removals in any order: sorted by class, and by arrival within one of a single tenant; counts are right."""
     rng = random.Random(3)
-    line = Line(aging_s=5.0)
+    line = Line()
     waiting: list[Sequence] = []
     for step in range(600):
         if rng.random() < 0.6:
             waiting.append(line.add(f"r{step}", step / 10, rng.choice(list(Priority))))
         elif waiting:
             line.queue.remove(waiting.pop(rng.randrange(len(waiting))))
-        line.queue.age(step / 10)
-        order = [(line.queue.urgency(each), each.arrival_s) for each in line.queue.in_turn()]
+        order = [(each.turn_class, each.arrival_s) for each in line.queue.in_turn()]
         assert order == sorted(order)
         assert len(order) == len(waiting) == sum(map(line.queue.num_waiting, Priority))
 
