@@ -5,6 +5,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVGroup
+from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
 from paceline.worker.config import WorkerConfig
@@ -19,6 +20,7 @@ def defaults_of(config: type[Any]) -> dict[str, Any]:
     return {each.name: each.default for each in fields(config)}
 
 
+_BATCHING = ("continuous", "static")
 _WORKER, _ROUTER = defaults_of(WorkerConfig), defaults_of(RouterConfig)
 
 
@@ -29,6 +31,14 @@ def scheduler_config(**settings: Any) -> SchedulerConfig:
         if name not in known:
             raise ConfigError(f"the scheduler has no setting {name!r}; it has {', '.join(sorted(known))}")
     shared = {name: value for name, value in _WORKER.items() if name in known}
+    # What a worker would refuse is refused here too.
+    WorkerConfig(model="simulated", **{name: value for name, value in settings.items() if name in _WORKER})
+    for name, choices in (("policy", TURN_POLICIES), ("victim", VICTIM_POLICIES), ("batching", _BATCHING)):
+        if settings.get(name, next(iter(choices))) not in choices:
+            raise ConfigError(f"{name} = {settings[name]!r} is none of {', '.join(choices)}")
+    for name in ("cool_down_after", "cool_down_window", "cool_down_steps", "static_batch_size"):
+        if settings.get(name, 1) < 1:
+            raise ConfigError(f"{name} must be at least 1, not {settings[name]}")
     return SchedulerConfig(**{**shared, **settings})
 
 

@@ -119,9 +119,10 @@ class Admission:
     def admitted(self, queue: WaitingQueue, before: int = ALL_CLASSES) -> Iterator[Sequence]:
         """Those of a lane and of the classes before one that fit, one after the other; each has its room once it is given."""
         passed: list[Sequence] = []
-        if not self._is_open or self._running.num_seats >= self._max_seats:
+        if not self._is_open or not self._has_seats(1) or self._is_blocked(queue):
             self._note_full(queue)
             return
+        num_left = len(queue)
         for sequence in self._candidates(queue, before):
             if sequence not in queue or sequence in passed:
                 continue
@@ -142,7 +143,9 @@ class Admission:
                 return
             passed.append(sequence)
             if len(passed) == _LOOK_AHEAD:
-                return
+                break
+        if passed and len(queue) == num_left and before == ALL_CLASSES:
+            queue.note_blocked(self._room.num_available, self._room.num_steps)
 
     def _candidates(self, queue: WaitingQueue, before: int) -> Iterator[Sequence]:
         if self._starving is not None and self._starving in queue and self._starving.turn_class < before:
@@ -200,15 +203,22 @@ class Admission:
 
     def _fits(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether all its candidates have seats, and there is room, which it then has; alone it always has a seat."""
-        num_taken = self._running.num_seats
-        if num_taken and num_taken + sequence.num_seats > self._max_seats:
+        if not self._has_seats(sequence.num_seats):
             return False
         from_cushion = may_use_cushion(sequence, is_fast=queue is self.fast)
         return self._room.take(sequence, from_cushion=from_cushion)
 
-    @property
-    def _max_seats(self) -> int:
-        return min(self._config.max_num_seqs, self._pressure.max_seats)
+    def _has_seats(self, num_seats: int) -> bool:
+        """After a pause fewer may compute; whoever only waits for KV is not counted there."""
+        running = self._running
+        return not running or (
+            running.num_seats + num_seats <= self._config.max_num_seqs
+            and running.num_computing + num_seats <= self._pressure.max_seats
+        )
+
+    def _is_blocked(self, queue: WaitingQueue) -> bool:
+        """Whether nobody fitted the last time, and nothing has come free since, and nobody new has come."""
+        return bool(self._running) and queue.is_blocked(self._room.num_available, self._room.num_steps)
 
     def _note_overtaken(self, passed: list[Sequence]) -> None:
         for sequence in passed:

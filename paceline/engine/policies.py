@@ -40,6 +40,7 @@ class Victim(NamedTuple):
     """A running sequence that may lose its blocks, and what that would cost and give."""
 
     sequence: Sequence
+    urgency: int  # its class; 0 also for one that came long ago
     cost_s: float  # to bring it back to where it is
     num_freed: int  # blocks that nobody else holds
     num_wanted: int  # blocks that it needs for this step itself, and would no longer
@@ -84,8 +85,7 @@ def choose_victims(victims: Iterable[Victim], num_lacking: int, policy: VictimPo
     """
 
     def order(victim: Victim) -> tuple[bool, int, float, float]:
-        spec = victim.sequence.spec
-        return victim.was_last, -spec.priority, policy(victim), -victim.sequence.arrival_s
+        return victim.was_last, -victim.urgency, policy(victim), -victim.sequence.arrival_s
 
     chosen: list[Victim] = []
     for victim in sorted(victims, key=order):

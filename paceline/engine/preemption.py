@@ -8,6 +8,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.costs import CostEstimate, Loss, PreemptionKind
 from paceline.engine.policies import VICTIM_POLICIES, Victim, choose_victims
 from paceline.engine.running import Running
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from paceline.engine.swap import SwapSpace
 
@@ -17,16 +18,15 @@ class Preemption:
 
     def __init__(
         self,
-        policy: str,
+        config: SchedulerConfig,
         pool: BlockPool,
         running: Running,
         swap: SwapSpace,
         costs: CostEstimate,
         clock: Clock,
-        *,
-        may_recall: bool,
     ) -> None:
-        self._policy = VICTIM_POLICIES[policy]
+        self._policy = VICTIM_POLICIES[config.victim]
+        self._aging_s = config.aging_s
         self._pool = pool
         self._running = running
         self._swap = swap
@@ -34,7 +34,7 @@ class Preemption:
         self._clock = clock
         self.num_rounds = 0
         # Where there are windows, a prefix of the owner's is not what is needed here.
-        self._may_recall = may_recall and pool.is_whole
+        self._may_recall = config.may_recall and pool.is_whole
         self.counts = Counter[PreemptionKind]()
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
@@ -62,7 +62,10 @@ class Preemption:
         loss = self._loss(sequence)
         cost_s, _ = self._cheapest(sequence, loss)
         was_last = 0 < sequence.victim_of == self.num_rounds
-        return Victim(sequence, cost_s, loss.num_blocks, num_wanted, was_last)
+        # Who has waited for long and came in by its age must get somewhere, whatever its class.
+        is_aged = sequence.arrival_s <= self._clock() - self._aging_s
+        urgency = 0 if is_aged else int(sequence.turn_class)
+        return Victim(sequence, urgency, cost_s, loss.num_blocks, num_wanted, was_last)
 
     def _loss(self, sequence: Sequence) -> Loss:
         size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()

@@ -11,9 +11,7 @@ from paceline.engine.pressure import Pressure
 from paceline.engine.running import Running
 from paceline.engine.sequence import Sequence, SequenceRole
 from paceline.engine.swap import SwapSpace
-
-# After so many steps one that was refused is asked for again, whatever has changed.
-_RETRY_STEPS = 16
+from paceline.engine.waiting import RETRY_STEPS
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -54,6 +52,11 @@ class Room:
             self.num_refused += sequence.refused_with is None
             sequence.refused_with, sequence.refused_at_step = self._pool.num_available, self.num_steps
         return taken
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody holds."""
+        return self._pool.num_available
 
     def lend(self, sequence: Sequence) -> bool:
         """Holds the longest cached prefix of its full blocks, if there is one; takes no other block.
@@ -148,7 +151,7 @@ class Room:
         if sequence.refused_with is None or not self._running:
             return False
         # What is kept free for others may have become less since.
-        if self.num_steps >= sequence.refused_at_step + _RETRY_STEPS:
+        if self.num_steps >= sequence.refused_at_step + RETRY_STEPS:
             return False
         hashes, num_found = sequence.block_hashes, sequence.num_prefix_blocks
         is_longer = num_found < len(hashes) and self._pool.is_named(hashes[num_found])

@@ -66,9 +66,7 @@ class Scheduler:
             pool, swap, self._running, self._pressure, hash_block, config.max_num_batched_tokens
         )
         self._admission = Admission(config, self._running, self._room, self._pressure, self._overload)
-        self._preemption = Preemption(
-            config.victim, pool, self._running, swap, self.costs, clock, may_recall=config.may_recall
-        )
+        self._preemption = Preemption(config, pool, self._running, swap, self.costs, clock)
         self._members = Members(
             config,
             pool,

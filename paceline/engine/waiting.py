@@ -10,6 +10,8 @@ from paceline.core.request import Priority
 from paceline.engine.policies import TurnPolicy
 from paceline.engine.sequence import Sequence
 
+# After so many steps without a change those that were refused are asked for again.
+RETRY_STEPS = 16
 # The policy's number, and the order of coming where that is equal.
 _Entry = tuple[float, int, Sequence]
 
@@ -37,6 +39,9 @@ class WaitingQueue:
         self._num_waiting = Counter[Priority]()
         # All tokens of theirs: what of them is cached turns out when they come in.
         self.num_pending_tokens = 0
+        # Comings and goings; and with how much room, until when, and after how many of those nobody fits.
+        self._num_changes = 0
+        self._blocked: tuple[int, int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._places)
@@ -84,6 +89,17 @@ class WaitingQueue:
         sequence.keep(candidates)
         self._count(sequence, 1)
 
+    def note_blocked(self, num_available: int, step: int) -> None:
+        """Nobody of those that were looked at fitted into so many blocks."""
+        self._blocked = num_available, step + RETRY_STEPS, self._num_changes
+
+    def is_blocked(self, num_available: int, step: int) -> bool:
+        """Whether that is still so: not once more is free, after a while, or when somebody has come."""
+        if self._blocked is None:
+            return False
+        num_then, until_step, num_changes = self._blocked
+        return num_available <= num_then and step < until_step and num_changes == self._num_changes
+
     def in_turn(self, before: int = len(Priority)) -> Iterator[Sequence]:
         """All of the classes before one, whose turn it is first. The one given last may be removed before the next."""
         for each in list(self._classes.values())[:before]:
@@ -118,6 +134,7 @@ class WaitingQueue:
         return self._num_waiting[priority]
 
     def _count(self, sequence: Sequence, sign: int) -> None:
+        self._num_changes += 1
         self._num_waiting[sequence.spec.priority] += sign * sequence.num_seats
         self.num_pending_tokens += sign * sequence.num_tokens
 

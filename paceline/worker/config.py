@@ -110,10 +110,12 @@ class WorkerConfig:
                     f"--{name.replace('_', '-')} is a share from 0 to less than 1, not {getattr(self, name)}"
                 )
         for name in ("aging_s", "overload_wait_s"):
-            if getattr(self, name) <= 0:
+            if getattr(self, name) < 0.001:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be at least a millisecond, not {getattr(self, name)}"
                 )
+        if self.fake_step_ms < 0:
+            raise ConfigError(f"--fake-step-ms {self.fake_step_ms} is negative")
         if self.group_by_experts and not self.max_decodes:
             raise ConfigError(
                 "--group-by-experts needs --max-decodes: when all decode in each step there are no groups"

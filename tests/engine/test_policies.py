@@ -27,7 +27,8 @@ def _sequence(
 def _victim(
     num_freed: int, cost_s: float = 1.0, *, num_wanted: int = 0, was_last: bool = False, **options: Any
 ) -> Victim:
-    return Victim(_sequence(**options), cost_s, num_freed, num_wanted, was_last)
+    sequence = _sequence(**options)
+    return Victim(sequence, int(sequence.spec.priority), cost_s, num_freed, num_wanted, was_last)
 
 
 def test_the_turn_is_arrival_length_or_deadline() -> None:
