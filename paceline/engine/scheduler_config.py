@@ -23,7 +23,7 @@ class SchedulerConfig:
     fast_lane_share: float = 0.3
     fast_lane_prompt_tokens: int = 128
     fast_lane_output_tokens: int = 128
-    # Seconds after which a waiting request moves up a class.
+    # Seconds of waiting after which a request has its turn by age, one in eight admissions.
     aging_s: float = 30.0
     # How many admissions may pass by a request that does not fit.
     max_overtakes: int = 64

@@ -68,7 +68,9 @@ class WorkerConfig:
     fast_lane_share: float = option(0.3, "part of each step that short requests have to themselves; 0: none")
     fast_lane_prompt_tokens: int = option(128, "longest prompt of a short request")
     fast_lane_output_tokens: int = option(128, "largest max_tokens of a short request")
-    aging_s: float = option(30.0, "seconds after which a waiting request moves up a priority class")
+    aging_s: float = option(
+        30.0, "seconds of waiting after which a request has its turn by age, one in eight admissions"
+    )
     max_overtakes: int = option(64, "how many may pass by a request that does not fit")
     overload_wait_s: float = option(
         5.0, "BATCH requests give way once others wait so long, and are refused at four times as much"
