@@ -5,6 +5,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from paceline.core.errors import PacelineError
+
 BENCHMARKS = {
     "exactness": "exact mode: bits over random schedules, and its cost beside fast mode",
     "fit": "real steps of a model, and the simulator's cost model fitted to them",
@@ -31,5 +33,17 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
+def run(argv: Sequence[str]) -> int:
+    """The same, for a shell: what cannot be, and Ctrl-C, are a status and no traceback."""
+    try:
+        return main(argv)
+    except PacelineError as error:
+        print(f"./run bench: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("./run bench: interrupted", file=sys.stderr)
+        return 130
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -132,8 +132,3 @@ def load_cost(name_or_file: str) -> CostModel:
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--cost {name_or_file} is no cost model: {error}") from error
-
-
-def save_cost(model: CostModel, file: Path) -> None:
-    """Writes what load_cost reads."""
-    file.write_text(json.dumps(asdict(model), indent=1) + "\n", encoding="utf-8")

@@ -131,8 +131,15 @@ def settable() -> dict[str, type]:
 
 def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
     """For `--json`."""
-    if file is not None:
-        file.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    if file is None:
+        return
+    text = json.dumps(numbers, indent=1)
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        # They may have taken minutes.
+        print(text)
+        raise ConfigError(f"--json {file}: {error.strerror}; the numbers are above") from error
 
 
 def say(text: str) -> None:

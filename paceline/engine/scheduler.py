@@ -280,6 +280,7 @@ class Scheduler:
             watermark=self._pressure.watermark,
             max_seats=self._pressure.max_seats,
             is_cooling=self._pressure.is_cooling,
+            num_cool_downs=self._pressure.num_cool_downs,
             batch_mode=self._overload.mode,
             num_batch_switches=self._overload.num_switches,
             num_batch_refused=self._members.num_refused,

@@ -25,6 +25,7 @@ class SchedulerStats:
     watermark: float
     max_seats: int
     is_cooling: bool
+    num_cool_downs: int
     batch_mode: BatchMode
     # How often batch_mode has changed, and how many requests it has refused.
     num_batch_switches: int

@@ -151,6 +151,7 @@ BATCH_MODE = Metric(
 BATCH_SWITCHES = Metric("paceline_batch_mode_switches_total", "counter", "Times that this has changed.")
 BATCH_REFUSED = Metric("paceline_batch_refused_total", "counter", "BATCH requests refused by the scheduler.")
 COOLING = Metric("paceline_cooling_down", "gauge", "1 while nobody new is admitted, to recover, else 0.")
+COOL_DOWNS = Metric("paceline_cool_downs_total", "counter", "Times that preemption has led to a pause.")
 DRAINING = Metric("paceline_draining", "gauge", "1 while nothing new is taken, else 0.")
 KV_BLOCKS = Metric("paceline_kv_blocks", "gauge", "Blocks of the KV pool.")
 KV_HELD_BLOCKS = Metric("paceline_kv_held_blocks", "gauge", "Those that a sequence holds.")

@@ -71,6 +71,7 @@ def worker_samples(worker: "Worker") -> list[Sample]:
         Sample(metrics.WATERMARK, queues.watermark),
         Sample(metrics.MAX_SEATS, queues.max_seats),
         Sample(metrics.COOLING, queues.is_cooling),
+        Sample(metrics.COOL_DOWNS, queues.num_cool_downs),
         Sample(metrics.BATCH_MODE, queues.batch_mode),
         Sample(metrics.BATCH_SWITCHES, queues.num_batch_switches),
         Sample(metrics.BATCH_REFUSED, queues.num_batch_refused),
