@@ -1,5 +1,6 @@
 """Who runs in each step, with the fake runner."""
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -685,3 +686,25 @@ def test_stats_count_queues_and_what_is_left_to_compute() -> None:
     bench.step()
     stats = bench.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pending_tokens) == (1, 1, 12 + 3)
+
+
+def test_nobody_loses_its_blocks_twice_running() -> None:
+    """Whom the policy would choose again and again is passed over once each time."""
+    bench = Bench(
+        num_blocks=14, victim="most-blocks", watermark=0.0, watermark_rise=0.0, cool_down_after=1000
+    )
+    bench.add(make_spec("big", tuple(range(16)), max_tokens=40))
+    for number in range(7):
+        bench.add(make_spec(f"small{number}", (40 + number,), max_tokens=40))
+    victims: list[str] = []
+    lost: dict[str, int] = {}
+    while bench.scheduler.has_work():
+        running = [*bench.scheduler._running.decoding, *bench.scheduler._running.prefilling]
+        bench.step()
+        for sequence in running:
+            name = sequence.sequence_id.request_id
+            if sequence.num_preemptions > lost.get(name, 0):
+                lost[name] = sequence.num_preemptions
+                victims.append(name)
+    assert victims.count("big") > 2
+    assert all(before != after for before, after in itertools.pairwise(victims))
