@@ -18,7 +18,7 @@ from paceline.engine.waiting import WaitingQueue
 # After so many that do not fit nobody is looked at any more in this step.
 _LOOK_AHEAD = 8
 # At least so many admissions lie between two of those whose turn comes by age alone.
-_AGED_EVERY = 8
+AGED_EVERY = 8
 # Every class; a limit for those that come before a class of their own.
 ALL_CLASSES = len(Priority)
 
@@ -139,7 +139,7 @@ class Admission:
             # Whoever lost its blocks is not overtaken: newcomers would only take from others what it lacks.
             if sequence.status is SequenceStatus.PREEMPTED:
                 return
-            if self._is_starving(sequence, queue):
+            if self._note_refused(sequence, queue):
                 return
             passed.append(sequence)
             if len(passed) == _LOOK_AHEAD:
@@ -151,7 +151,7 @@ class Admission:
         if self._starving is not None and self._starving in queue and self._starving.turn_class < before:
             yield self._starving
         # Not more often, so that age alone takes little from those that are urgent.
-        if self._num_since_aged >= _AGED_EVERY:
+        if self._num_since_aged >= AGED_EVERY:
             yield from queue.aged(self._now_s - self._config.aging_s, self._first_shut_class(queue))
         yield from queue.in_turn(min(before, self._first_shut_class(queue)))
 
@@ -168,8 +168,8 @@ class Admission:
             starving is not None and starving is not sequence and sequence.turn_class >= starving.turn_class
         )
 
-    def _is_starving(self, sequence: Sequence, queue: WaitingQueue) -> bool:
-        """Whether it has been passed by as often as may be, the fast lane's admissions of this step included."""
+    def _note_refused(self, sequence: Sequence, queue: WaitingQueue) -> bool:
+        """It does not fit, and the fast lane's admissions of this step have passed it by; gives whether nobody may any more."""
         if queue is self.normal:
             sequence.num_overtaken += self._num_passed
             self._num_passed = 0
@@ -185,7 +185,7 @@ class Admission:
         if queue is self.normal and self._num_passed and self._is_open:
             head = next(queue.in_turn(), None)
             if head is not None:
-                self._is_starving(head, queue)
+                self._note_refused(head, queue)
 
     def _note_admitted(self, sequence: Sequence, queue: WaitingQueue) -> None:
         is_aged = sequence.arrival_s <= self._now_s - self._config.aging_s

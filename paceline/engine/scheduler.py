@@ -14,7 +14,7 @@ from itertools import islice
 from paceline.core.block_hash import hash_block
 from paceline.core.clock import Clock, monotonic
 from paceline.core.request import FirstToken, Priority, SequenceId, SequenceSpec, TokenLogprob
-from paceline.engine.admission import ALL_CLASSES, Admission
+from paceline.engine.admission import AGED_EVERY, ALL_CLASSES, Admission
 from paceline.engine.announce import announce, new_token, take_scores
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import BlockContent
@@ -36,9 +36,6 @@ from paceline.engine.sequence import Sequence, SequenceRole
 from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.engine.swap import SwapSpace
 from paceline.engine.waiting import WaitingQueue
-
-# How often age alone decides whose chunk comes first.
-_AGED_EVERY = 8
 
 
 class Scheduler:
@@ -219,9 +216,9 @@ class Scheduler:
         return num_tokens
 
     def _urgency(self, sequence: Sequence) -> int:
-        """Its class; in every eighth step those that came long ago are before all others."""
+        """Its class; in every AGED_EVERY-th step those that came long ago are before all others."""
         is_aged = sequence.arrival_s <= self._clock() - self.config.aging_s
-        return -1 if is_aged and self._room.num_steps % _AGED_EVERY == 0 else sequence.turn_class
+        return -1 if is_aged and self._room.num_steps % AGED_EVERY == 0 else sequence.turn_class
 
     # -- taking results
 
