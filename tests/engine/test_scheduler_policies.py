@@ -444,7 +444,8 @@ def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
     )
     standard = [(n * 0.23, _spec(f"s{n}", 60, 60)) for n in range(100)]
     burst = [(5.0, _spec(f"x{n}", 100, 100)) for n in range(12)]
-    batch = [(5.1, _spec(f"b{n}", 60, 30, priority=Priority.BATCH)) for n in range(8)]
+    # Of two that come in together one ends long before the other.
+    batch = [(5.1, _spec(f"b{n}", 60, 10 + 30 * (n % 2), priority=Priority.BATCH)) for n in range(8)]
     together: list[frozenset[str]] = []
 
     def watch() -> None:
@@ -454,9 +455,10 @@ def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
             together.append(frozenset(name for name in running if name.startswith("b")))
 
     timed.serve([*standard, *burst, *batch], watch=watch)
-    groups = [group for group, _ in itertools.groupby(together) if group]
-    assert groups
-    assert max(map(len, groups)) <= 2
+    groups = [group for group, _ in itertools.groupby(together)]
+    assert max(map(len, groups)) == 2
+    for before, after in itertools.pairwise(groups):
+        assert not after - before or not before & after, "newcomers joined a batch of which some still ran"
 
 
 # -- fairness
