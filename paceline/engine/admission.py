@@ -127,9 +127,7 @@ class Admission:
             if sequence not in queue or sequence in passed:
                 continue
             # Since this step began a class has been shut; all that come now are of it, or of later ones.
-            if self._is_barred(sequence) or (
-                self._num_batch_left == 0 and sequence.turn_class is Priority.BATCH
-            ):
+            if self._is_barred(sequence) or self._gives_way(sequence):
                 return
             if self._fits(sequence, queue):
                 self._note_overtaken(passed)
@@ -148,8 +146,15 @@ class Admission:
             queue.note_blocked(self._room.num_available, self._room.num_steps)
 
     def _candidates(self, queue: WaitingQueue, before: int) -> Iterator[Sequence]:
-        if self._starving is not None and self._starving in queue and self._starving.turn_class < before:
-            yield self._starving
+        starving = self._starving
+        # One that has to give way itself bars only those of its own class.
+        if (
+            starving is not None
+            and starving in queue
+            and starving.turn_class < before
+            and not self._gives_way(starving)
+        ):
+            yield starving
         # Not more often, so that age alone takes little from those that are urgent.
         if self._num_since_aged >= AGED_EVERY:
             yield from queue.aged(self._now_s - self._config.aging_s, self._first_shut_class(queue))
@@ -161,6 +166,9 @@ class Admission:
             return Priority.STANDARD
         shut = ALL_CLASSES if self._num_batch_left else Priority.BATCH
         return shut if self._starving is None else min(shut, self._starving.turn_class)
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        return self._num_batch_left == 0 and sequence.turn_class is Priority.BATCH
 
     def _is_barred(self, sequence: Sequence) -> bool:
         starving = self._starving

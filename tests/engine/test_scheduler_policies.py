@@ -437,6 +437,23 @@ def test_a_pause_ends_while_all_that_run_wait_for_kv() -> None:
     assert bench.tokens(new)
 
 
+def test_a_batch_request_that_was_passed_by_holds_nobody_up_while_it_gives_way() -> None:
+    """It may not be passed by any more, and may not begin: the urgent ones that wait come in, and then it does."""
+    bench = Bench(16, overload_wait_s=0.5, max_overtakes=0, fast_lane_share=NO_LANE, aging_s=1e6)
+    bench.add(make_spec("first", (1,) * 20, max_tokens=20))
+    bench.step()
+    big = bench.add(make_spec("big", (2,) * 50, priority=Priority.BATCH))
+    bench.step()
+    urgent = bench.add(make_spec("urgent", (3,) * 50))
+    bench.clock.advance(1.0)
+    bench.step()
+    assert bench.scheduler.stats().batch_mode is BatchMode.STATIC
+    bench.release(make_id("first"))
+    bench.run()
+    assert bench.tokens(urgent)
+    assert bench.tokens(big)
+
+
 def test_static_batches_of_batch_requests_run_in_the_slack() -> None:
     """While the others had to wait, batch requests come in a few at a time, when nobody else waits, and all of them end first."""
     timed = Timed(
