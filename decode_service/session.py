@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from decode_service.recalls import Recalls
+from decode_service.outbox import Outbox, tokens_to_proto
 from paceline.core.errors import DeadlineError, PacelineError
+from paceline.core.prefix import PrefixOwner
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Recall, Reserved, Started
@@ -13,19 +14,14 @@ from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire_internal import (
-    finish_reason_to_proto,
-    logprob_to_proto,
+    prefix_hint_from_proto,
     prompt_scored_to_proto,
     spec_from_proto,
     ticket_from_proto,
 )
-from paceline.v1 import decode_pb2, engine_pb2
+from paceline.v1 import decode_pb2
+from paceline.worker.recalls import Recalls, deadline_of
 from paceline.worker.worker import Worker
-
-# A step gives few events a sequence, so only a router that reads slowly gets so many. Bytes are counted too: the log
-# probabilities of a chunk alone may take megabytes, and a message ends at 4 MiB.
-_MAX_EVENTS = 1000
-_MAX_BYTES = 1 << 20
 
 log = get_logger()
 
@@ -39,10 +35,8 @@ class DecodeSession:
         self._live: dict[SequenceId, set[int]] = {}
         self._reservations: dict[SequenceId, asyncio.Future[Reserved]] = {}
         self._hand_overs: dict[SequenceId, asyncio.Task[None]] = {}
-        self._recalls = Recalls(worker)
-        self._outbox: list[decode_pb2.SequenceEvent] = []
-        self._ended = False
-        self._wake = asyncio.Event()
+        self._recalls = Recalls(worker, self._release_recalled)
+        self._outbox = Outbox()
 
     # -- what the router sends
 
@@ -64,7 +58,7 @@ class DecodeSession:
             # Not in the task itself: cancelled before it begins, it would never get there.
             hand_over.add_done_callback(lambda _: self._hand_overs.pop(sequence_id, None))
         else:
-            self._worker.engine.submit(spec, SequenceRole.GENERATE, self._take)
+            self._compute(spec, message)
 
     def cancel(self, message: decode_pb2.Cancel) -> None:
         """Gives one attempt up, or one candidate of it."""
@@ -76,19 +70,13 @@ class DecodeSession:
 
     def end(self) -> None:
         """Nothing more will come from the router."""
-        self._ended = True
-        self._wake.set()
+        self._outbox.end()
 
     # -- what goes back
 
     async def take_events(self) -> list[decode_pb2.SequenceEvent]:
-        """The next events, at least one, as many as one message may hold; none once the stream has ended."""
-        while not self._outbox and not self._ended:
-            self._wake.clear()
-            await self._wake.wait()
-        num_events = _num_that_fit(self._outbox)
-        events, self._outbox = self._outbox[:num_events], self._outbox[num_events:]
-        return events
+        """See Outbox.take."""
+        return await self._outbox.take()
 
     async def aclose(self) -> None:
         """Gives up every sequence; returns when no hand-over and no recall writes any more."""
@@ -98,6 +86,20 @@ class DecodeSession:
         await asyncio.gather(*hand_overs, return_exceptions=True)
         await self._recalls.aclose()
 
+    # -- without a hand-over
+
+    def _compute(self, spec: SequenceSpec, message: decode_pb2.Submit) -> None:
+        """The prompt is computed here, but for what this worker or another one has of it."""
+        hint = prefix_hint_from_proto(message)
+        if hint is not None:
+            self._recalls.remember(spec, hint.owner, deadline_of(spec))
+        num_remote_tokens = 0 if hint is None else hint.num_tokens
+        self._worker.engine.submit(spec, SequenceRole.GENERATE, self._take, num_remote_tokens)
+
+    def _release_recalled(self, recall: Recall) -> None:
+        for candidate in recall.candidates:
+            self._worker.engine.release_candidate(recall.sequence_id, candidate)
+
     # -- hand-over
 
     async def _hand_over(self, spec: SequenceSpec, ticket: KvTicket) -> None:
@@ -106,7 +108,7 @@ class DecodeSession:
         It is released only after the receiver has returned: until then the receiver may write to its blocks.
         """
         sequence_id = spec.sequence_id
-        deadline_s = _deadline_s(spec)
+        deadline_s = deadline_of(spec)
         try:
             async with asyncio.timeout_at(deadline_s), self._worker.receiver.hold(ticket) as hand_over:
                 reserved = await self._reserve(spec)
@@ -126,7 +128,7 @@ class DecodeSession:
         finally:
             self._reservations.pop(sequence_id, None)
         self._worker.num_blocks_pulled += received.num_blocks
-        self._send(
+        self._outbox.put(
             sequence_id,
             kv_received=decode_pb2.KvReceived(
                 num_blocks=received.num_blocks,
@@ -141,7 +143,8 @@ class DecodeSession:
             if first.finish_reason is not None:
                 self._note_end(sequence_id, first.candidate)
         if sequence_id in self._live:
-            self._recalls.remember(spec, ticket, deadline_s)
+            owner = PrefixOwner(ticket.owner_id, ticket.owner_address, ticket.boot_epoch)
+            self._recalls.remember(spec, owner, deadline_s)
         self._worker.engine.commit(sequence_id, first_tokens)
 
     async def _reserve(self, spec: SequenceSpec) -> Reserved:
@@ -163,7 +166,7 @@ class DecodeSession:
         if hand_over is not None:
             hand_over.cancel()
             return
-        recalled = {candidate for candidate in live if self._recalls.give_up(sequence_id, candidate)}
+        recalled = self._recalls.give_up(sequence_id, live)
         if not recalled:
             self._worker.engine.release(sequence_id)
             return
@@ -177,7 +180,7 @@ class DecodeSession:
             return
         self._note_end(sequence_id, candidate)
         # Blocks that are still being filled are the others' too; the commit leaves the candidate out.
-        if self._receiving(sequence_id) is None and not self._recalls.give_up(sequence_id, candidate):
+        if self._receiving(sequence_id) is None and not self._recalls.give_up(sequence_id, {candidate}):
             self._worker.engine.release_candidate(sequence_id, candidate)
 
     def _receiving(self, sequence_id: SequenceId) -> asyncio.Task[None] | None:
@@ -205,16 +208,19 @@ class DecodeSession:
                 self._recalls.begin(event)
             case Started():
                 started = decode_pb2.SequenceStarted(
-                    cached_tokens=event.num_cached_tokens, queued_s=event.queued_s
+                    cached_tokens=event.num_cached_tokens,
+                    queued_s=event.queued_s,
+                    num_pulled_blocks=event.num_pulled_blocks,
+                    num_pulled_bytes=event.num_pulled_blocks * self._worker.loaded.layout.block_bytes,
                 )
-                self._send(event.sequence_id, started=started)
+                self._outbox.put(event.sequence_id, started=started)
             case PromptScored():
                 scored = prompt_scored_to_proto(event.first_index, event.logprobs)
-                self._send(event.sequence_id, prompt_scored=scored)
+                self._outbox.put(event.sequence_id, prompt_scored=scored)
             case NewTokens():
                 if event.finish_reason is not None:
                     self._note_end(event.sequence_id, event.candidate)
-                self._send(event.sequence_id, tokens=_tokens(event))
+                self._outbox.put(event.sequence_id, tokens=tokens_to_proto(event))
             case Failed():
                 self._take_failure(event)
             case _:
@@ -237,55 +243,4 @@ class DecodeSession:
 
     def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
         failed = decode_pb2.SequenceFailed(reason=error.reason, message=str(error), facts=error.facts())
-        self._send(sequence_id, failed=failed)
-
-    def _send(
-        self,
-        sequence_id: SequenceId,
-        *,
-        started: decode_pb2.SequenceStarted | None = None,
-        kv_received: decode_pb2.KvReceived | None = None,
-        prompt_scored: engine_pb2.PromptScored | None = None,
-        tokens: decode_pb2.SequenceTokens | None = None,
-        failed: decode_pb2.SequenceFailed | None = None,
-    ) -> None:
-        self._outbox.append(
-            decode_pb2.SequenceEvent(
-                request_id=sequence_id.request_id,
-                attempt=sequence_id.attempt,
-                started=started,
-                kv_received=kv_received,
-                prompt_scored=prompt_scored,
-                tokens=tokens,
-                failed=failed,
-            )
-        )
-        self._wake.set()
-
-
-def _deadline_s(spec: SequenceSpec) -> float | None:
-    """When the caller stops waiting, on the event loop's clock."""
-    if spec.time_budget_s is None:
-        return None
-    return asyncio.get_running_loop().time() + spec.time_budget_s
-
-
-def _num_that_fit(events: Sequence[decode_pb2.SequenceEvent]) -> int:
-    """How many of the first events one message may hold; one, however large it is."""
-    num_bytes = 0
-    for index, event in enumerate(events[:_MAX_EVENTS]):
-        num_bytes += event.ByteSize()
-        if index > 0 and num_bytes > _MAX_BYTES:
-            return index
-    return min(len(events), _MAX_EVENTS)
-
-
-def _tokens(event: NewTokens) -> decode_pb2.SequenceTokens:
-    return decode_pb2.SequenceTokens(
-        first_index=event.first_index,
-        token_ids=event.token_ids,
-        finish_reason=finish_reason_to_proto(event.finish_reason),
-        num_preemptions=event.num_preemptions,
-        logprobs=map(logprob_to_proto, event.logprobs),
-        candidate=event.candidate,
-    )
+        self._outbox.put(sequence_id, failed=failed)

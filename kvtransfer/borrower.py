@@ -9,12 +9,13 @@ from contextlib import suppress
 
 import grpc
 
-from kvtransfer.lending import PrefixOwner, PrefixRequest
+from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
+from paceline.core.prefix import PrefixOwner
 from paceline.core.ticket import KvTicket
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc

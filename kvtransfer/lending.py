@@ -4,17 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.request import BootEpoch, SequenceId, WorkerId
+from paceline.core.request import BootEpoch, SequenceId
 from paceline.core.ticket import KvTicket
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixOwner:
-    """A worker in one of its lives."""
-
-    worker_id: WorkerId
-    address: str
-    boot_epoch: BootEpoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 from paceline.core.errors import DrainingError, PacelineError, PeerLostError, SlowConsumerError
+from paceline.core.prefix import PrefixHint
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
-from paceline.runtime.wire_internal import spec_to_proto, ticket_to_proto
-from paceline.v1 import decode_pb2
+from paceline.runtime.wire_internal import prefix_hint_to_proto, spec_to_proto, ticket_to_proto
+from paceline.v1 import decode_pb2, engine_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
 
 
@@ -111,8 +112,10 @@ class DecodeLink:
             self._end(PeerLostError(str(error)))
         raise error
 
-    def submit(self, spec: SequenceSpec, ticket: KvTicket | None) -> DecodeHandle:
-        """Sends a sequence; without a ticket the worker computes the prompt itself.
+    def submit(
+        self, spec: SequenceSpec, ticket: KvTicket | None = None, hint: PrefixHint | None = None
+    ) -> DecodeHandle:
+        """Sends a sequence; without a ticket the worker computes the prompt itself, apart from what the hint's owner has of it.
 
         Raises PeerLostError when the stream has ended.
         """
@@ -120,7 +123,10 @@ class DecodeLink:
             raise self._ended
         context, sequence = spec_to_proto(spec)
         submit = decode_pb2.Submit(
-            context=context, sequence=sequence, ticket=ticket_to_proto(ticket) if ticket else None
+            context=context,
+            sequence=sequence,
+            ticket=ticket_to_proto(ticket) if ticket else None,
+            prefix_hint=prefix_hint_to_proto(hint),
         )
         handle = DecodeHandle(self, spec, self._max_buffered)
         self._handles[spec.sequence_id] = handle
@@ -168,3 +174,14 @@ class DecodeLink:
             if handle.note_end(event):
                 del self._handles[sequence_id]
             handle.put(event)
+
+
+def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.SequenceTokens:
+    """A prefill's token in the form in which decode sends those that follow it."""
+    return decode_pb2.SequenceTokens(
+        first_index=index,
+        token_ids=[first.token_id],
+        finish_reason=first.finish_reason,
+        logprobs=[first.logprob] if first.HasField("logprob") else [],
+        candidate=first.candidate,
+    )

@@ -13,6 +13,7 @@ import grpc
 from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
+from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.channels import Channels
@@ -21,13 +22,14 @@ from paceline.runtime.log import get_logger
 from paceline.runtime.wire_internal import (
     finish_reason_from_proto,
     logprob_from_proto,
+    prefix_hint_to_proto,
     spec_to_proto,
     ticket_from_proto,
 )
-from paceline.v1 import decode_pb2, engine_pb2, inference_pb2, prefill_pb2
+from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
-from router.decode_link import DecodeHandle, DecodeLink
+from router.decode_link import DecodeHandle, DecodeLink, first_tokens
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
@@ -120,14 +122,14 @@ class Dispatcher:
         if link is None:
             raise PeerLostError(f"{route.decode.key.worker_id} has just gone")
         if route.prefill is None:
-            return self._local(job, spec, link)
-        return self._disaggregated(job, spec, route.prefill, link)
+            return self._local(job, spec, link, route.hint)
+        return self._disaggregated(job, spec, route.prefill, link, route.hint)
 
     async def _local(
-        self, job: Job, spec: SequenceSpec, link: DecodeLink
+        self, job: Job, spec: SequenceSpec, link: DecodeLink, hint: PrefixHint | None
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The decode worker computes the prompt itself."""
-        handle = link.submit(spec, ticket=None)
+        handle = link.submit(spec, hint=hint)
         try:
             async for event in self._decoded(job, handle, PromptScores(spec)):
                 yield event
@@ -135,17 +137,17 @@ class Dispatcher:
             handle.close()
 
     async def _disaggregated(
-        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink
+        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink, hint: PrefixHint | None
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The prefill worker computes the prompt, the decode worker pulls its blocks meanwhile and goes on."""
         handle: DecodeHandle | None = None
         num_cached, scores = 0, PromptScores(spec)
         try:
-            async with aclosing(self._prefill(spec, worker)) as responses:
+            async with aclosing(self._prefill(spec, worker, hint)) as responses:
                 async for response in responses:
                     match response.WhichOneof("event"):
                         case "started":
-                            job.timeline.note_worker_queue(response.started.queued_s)
+                            job.timeline.note_started(response.started)
                             num_cached = response.started.cached_tokens
                             handle = link.submit(spec, ticket_from_proto(response.started.ticket))
                         case "progress":
@@ -166,10 +168,12 @@ class Dispatcher:
             self._leave(worker, spec.sequence_id, handle)
 
     async def _prefill(
-        self, spec: SequenceSpec, worker: WorkerView
+        self, spec: SequenceSpec, worker: WorkerView, hint: PrefixHint | None
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         context, sequence = spec_to_proto(spec)
-        request = prefill_pb2.PrefillRequest(context=context, sequence=sequence)
+        request = prefill_pb2.PrefillRequest(
+            context=context, sequence=sequence, prefix_hint=prefix_hint_to_proto(hint)
+        )
         stub = PrefillServiceStub(self._channels.get(worker.address))
         call = stub.Prefill(request, timeout=spec.time_budget_s)
         try:
@@ -200,7 +204,7 @@ class Dispatcher:
         async for event in handle:
             match event.WhichOneof("event"):
                 case "started":
-                    job.timeline.note_worker_queue(event.started.queued_s)
+                    job.timeline.note_started(event.started)
                     num_cached = event.started.cached_tokens
                     if scores.is_complete:
                         yield PromptComputed(num_cached, job.timeline.decode_worker)
@@ -287,14 +291,3 @@ def _require_begun(handle: DecodeHandle | None, worker: WorkerView) -> DecodeHan
     if handle is None:
         raise PeerLostError(f"{worker.key.worker_id} ended a prefill without a result")
     return handle
-
-
-def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.SequenceTokens:
-    """A prefill's token in the form in which decode sends those that follow it."""
-    return decode_pb2.SequenceTokens(
-        first_index=index,
-        token_ids=[first.token_id],
-        finish_reason=first.finish_reason,
-        logprobs=[first.logprob] if first.HasField("logprob") else [],
-        candidate=first.candidate,
-    )

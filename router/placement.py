@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.errors import NoEndpointError
-from paceline.core.prefix import WorkerKey
+from paceline.core.prefix import PrefixHint, PrefixOwner, WorkerKey
 
 DisaggregateMode = Literal["always", "auto", "never"]
 
@@ -51,15 +51,23 @@ class PromptFacts:
 
     def num_uncached_tokens(self, worker: WorkerView) -> int:
         """Tokens that this worker would have to compute."""
-        return self.num_tokens - self.block_size * self.held_blocks.get(worker.key, 0)
+        return self.num_tokens - self.block_size * self.num_held(worker)
+
+    def num_held(self, worker: WorkerView) -> int:
+        """Leading blocks that this worker holds."""
+        return self.held_blocks.get(worker.key, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes; without a prefill worker the decode worker computes the prompt itself."""
+    """Where a request goes; without a prefill worker the decode worker computes the prompt itself.
+
+    `hint` names who may have more of the prompt than the one that computes it.
+    """
 
     prefill: WorkerView | None
     decode: WorkerView
+    hint: PrefixHint | None = None
 
 
 def place(
@@ -78,9 +86,25 @@ def place(
         raise NoEndpointError("no prefill worker is there; start one, or use --disaggregate auto")
     chosen = min(decode_taking, key=lambda worker: decode_cost(prompt, worker))
     is_short = prompt.num_uncached_tokens(chosen) <= local_prefill_tokens
+    everybody = (*prefill, *decode)
     if mode == "never" or not prefill_taking or (mode == "auto" and is_short):
-        return Route(None, chosen)
-    return Route(min(prefill_taking, key=lambda worker: prefill_cost(prompt, worker)), chosen)
+        return Route(None, chosen, prefix_hint(prompt, chosen, everybody))
+    computing = min(prefill_taking, key=lambda worker: prefill_cost(prompt, worker))
+    return Route(computing, chosen, prefix_hint(prompt, computing, everybody))
+
+
+def prefix_hint(
+    prompt: PromptFacts, computing: WorkerView, everybody: Sequence[WorkerView]
+) -> PrefixHint | None:
+    """Who holds most of the prompt, if that is more than the worker holds that computes it; also one that drains.
+
+    Of several the one that is least busy.
+    """
+    owner = max(everybody, key=lambda worker: (prompt.num_held(worker), -worker.num_sequences, worker.key))
+    if prompt.num_held(owner) <= prompt.num_held(computing):
+        return None
+    num_tokens = prompt.num_held(owner) * prompt.block_size
+    return PrefixHint(PrefixOwner(owner.key.worker_id, owner.address, owner.key.boot_epoch), num_tokens)
 
 
 def _others_first(workers: list[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
@@ -101,7 +125,6 @@ def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, bool, in
 
     What has to travel there comes last.
     """
-    held = prompt.held_blocks.get(worker.key, 0)
-    missing_blocks = -(-prompt.num_tokens // prompt.block_size) - held
+    missing_blocks = -(-prompt.num_tokens // prompt.block_size) - prompt.num_held(worker)
     has_no_room = worker.num_free_blocks < missing_blocks
     return worker.cooling_down, has_no_room, worker.num_sequences, missing_blocks, worker.key

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from paceline.core.clock import Clock, monotonic
-from paceline.v1 import inference_pb2
+from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class RequestTimeline:
     num_preemptions: dict[int, int] = field(default_factory=dict)
     kv_bytes: int = 0
     kv_blocks: int = 0
+    prefix_bytes: int = 0
+    prefix_blocks: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     num_attempts: int = 0
@@ -34,10 +36,15 @@ class RequestTimeline:
         if self.dispatched_s is None:
             self.dispatched_s = self.clock()
 
-    def note_worker_queue(self, duration_s: float) -> None:
-        """A worker has let the request wait. After the first token that is a part of the decode."""
+    def note_started(self, started: prefill_pb2.PrefillStarted | decode_pb2.SequenceStarted) -> None:
+        """A worker computes the prompt: how long the request waited there, and what has come from another one's cache.
+
+        After the first token that wait is a part of the decode.
+        """
         if self.first_token_s is None:
-            self.worker_queue_s += duration_s
+            self.worker_queue_s += started.queued_s
+        self.prefix_blocks += started.num_pulled_blocks
+        self.prefix_bytes += started.num_pulled_bytes
 
     def note_tokens(self) -> None:
         """Tokens have come."""
@@ -67,6 +74,8 @@ class RequestTimeline:
             preemptions=sum(self.num_preemptions.values()),
             kv_bytes=self.kv_bytes,
             kv_blocks=self.kv_blocks,
+            prefix_bytes=self.prefix_bytes,
+            prefix_blocks=self.prefix_blocks,
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             attempts=self.num_attempts,

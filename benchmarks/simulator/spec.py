@@ -39,7 +39,8 @@ def scheduler_config(**settings: Any) -> SchedulerConfig:
     for name in ("cool_down_after", "cool_down_window", "cool_down_steps", "static_batch_size"):
         if settings.get(name, 1) < 1:
             raise ConfigError(f"{name} must be at least 1, not {settings[name]}")
-    return SchedulerConfig(**{**shared, **settings})
+    # Blocks that lie in another worker's cache are computed: nobody pulls them here.
+    return SchedulerConfig(**{**shared, "prefix_pull": "never", **settings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class ClusterSpec:
         """Refuses what is no cluster."""
         if self.block_size < 1 or self.num_blocks < 2:
             raise ConfigError(f"{self.num_kv_tokens} tokens of KV in blocks of {self.block_size} are too few")
-        if self.prefill.may_recall or self.decode.may_recall:
-            raise ConfigError("may_recall: recalls are not simulated; leave it out")
+        if self.prefill.prefix_pull != "never" or self.decode.prefix_pull != "never":
+            raise ConfigError("prefix_pull: pulls of cached prefixes are not simulated; leave it out")
         if self.disaggregate == "always" and not self.topology.num_prefill:
             raise ConfigError(
                 f"--disaggregate always needs a prefill worker, and the topology is {self.topology}"

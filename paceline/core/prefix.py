@@ -14,6 +14,21 @@ class WorkerKey(NamedTuple):
     boot_epoch: BootEpoch
 
 
+class PrefixOwner(NamedTuple):
+    """A worker in one of its lives, and where others reach it."""
+
+    worker_id: WorkerId
+    address: str
+    boot_epoch: BootEpoch
+
+
+class PrefixHint(NamedTuple):
+    """A worker that is believed to have the first `num_tokens` tokens of a prompt cached, in full blocks."""
+
+    owner: PrefixOwner
+    num_tokens: int
+
+
 class PrefixEntry(NamedTuple):
     """A full block that a worker holds. `head_hash` is the hash of the first block of its chain."""
 

@@ -58,4 +58,5 @@ def _started(sequence: Sequence) -> Started:
         queued_s=sequence.started_s - sequence.arrival_s,
         num_blocks=len(sequence.blocks.places),
         block_hashes=sequence.blocks.places.hashes(sequence.block_hashes),
+        num_pulled_blocks=sequence.num_pulled_blocks,
     )

@@ -75,8 +75,8 @@ class AsyncEngine:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink) -> bool:
-        """Queues a sequence; `sink` gets its events until its last candidate ends or is released.
+    def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink, num_remote_tokens: int = 0) -> bool:
+        """Queues a sequence, see Scheduler.add; `sink` gets its events until its last candidate ends or is released.
 
         False for an id that is in use already: a repeated message is ignored, and the first sink stays. The id of a
         PREFILL_ONLY or LEND sequence is in use until it is released.
@@ -89,7 +89,7 @@ class AsyncEngine:
         self._listeners[spec.sequence_id] = _Listener(sink, set(spec.candidates))
         if role in (SequenceRole.PREFILL_ONLY, SequenceRole.LEND):
             self._held.add(spec.sequence_id)
-        self._commands.put(lambda engine: engine.add(spec, role))
+        self._commands.put(lambda engine: engine.add(spec, role, num_remote_tokens))
         return True
 
     def commit(self, sequence_id: SequenceId, first_tokens: Sequence[FirstToken]) -> None:
@@ -182,7 +182,9 @@ class AsyncEngine:
             listener = self._listeners.get(event.sequence_id)
             if listener is None:  # released since
                 continue
-            if isinstance(event, NewTokens | Recall) and event.candidate not in listener.candidates:
+            if isinstance(event, NewTokens) and event.candidate not in listener.candidates:
+                continue
+            if isinstance(event, Recall) and listener.candidates.isdisjoint(event.candidates):
                 continue
             grouped[listener.tell].append(event)
             if isinstance(event, NewTokens) and event.finish_reason is not None:

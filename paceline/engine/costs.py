@@ -1,10 +1,14 @@
 """What it costs to bring a preempted sequence back, by how its KV is kept meanwhile; in seconds, as they were measured."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # A new measurement counts so much against those before it.
 _WEIGHT = 0.1
+# Blocks of the two made-up pulls that the estimate begins with, and how much each of them always counts.
+_GUESSED_PULLS = (1, 64)
+_GUESS_WEIGHT = 0.002
 # Of blocks that nobody has asked for anything of late, a part is there; so much of the way back to that guess goes each of them.
 _GUESSED_HIT_SHARE = 0.5
 _FORGETTING = 0.01
@@ -34,8 +38,13 @@ class CostEstimate:
     def __init__(self) -> None:
         self.token_s = 1e-3
         self.swap_block_s = 1e-4  # out and back in
+        self.remote_pull_s = 2e-2  # asking, and the round trips
         self.remote_block_s = 1e-3
         self.remote_hit_share = _GUESSED_HIT_SHARE
+        # What was measured of pulls: weight, and weighted sums of x, y, x * x and x * y.
+        guesses = ((x, self.pull_s(x)) for x in _GUESSED_PULLS)
+        self._guesses = _sums(guesses, _GUESS_WEIGHT)
+        self._pulls: tuple[float, ...] = (0.0,) * 5
 
     def note_chunk(self, num_tokens: int, duration_s: float) -> None:
         """A step has computed so many tokens of prompts."""
@@ -48,12 +57,27 @@ class CostEstimate:
     def note_remote(self, num_asked: int, num_blocks: int, duration_s: float) -> None:
         """Of so many blocks that were asked for, so many came."""
         self.remote_hit_share = _mean(self.remote_hit_share, num_blocks / num_asked)
-        if num_blocks:
-            self.remote_block_s = _mean(self.remote_block_s, duration_s / num_blocks)
+        if not num_blocks:
+            return
+        measured = _sums([(num_blocks, duration_s)], _WEIGHT)
+        self._pulls = tuple(
+            _mean(so_far, new / _WEIGHT) for so_far, new in zip(self._pulls, measured, strict=True)
+        )
+        self.remote_pull_s, self.remote_block_s = _line(
+            map(sum, zip(self._pulls, self._guesses, strict=True))
+        )
 
     def note_unasked(self) -> None:
         """Blocks were computed again that might have been pulled. Without this, some misses in a row would end all pulls for good."""
         self.remote_hit_share += _FORGETTING * (_GUESSED_HIT_SHARE - self.remote_hit_share)
+
+    def pull_s(self, num_blocks: int) -> float:
+        """How long it takes to pull so many blocks at once."""
+        return self.remote_pull_s + self.remote_block_s * num_blocks
+
+    def is_pull_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to ask for so many blocks, instead of computing their tokens at once."""
+        return self.pull_s(num_blocks) < self.remote_hit_share * self.token_s * num_tokens
 
     def recompute_s(self, loss: Loss) -> float:
         """All of it is computed again."""
@@ -66,7 +90,7 @@ class CostEstimate:
     def remote_s(self, loss: Loss) -> float:
         """What was computed elsewhere is pulled, which may fail; the rest, and what does not come, is computed."""
         num_saved = self.remote_hit_share * loss.num_remote_tokens
-        return self.remote_block_s * loss.num_remote_blocks + self.token_s * (loss.num_tokens - num_saved)
+        return self.pull_s(loss.num_remote_blocks) + self.token_s * (loss.num_tokens - num_saved)
 
     def cheapest(self, loss: Loss, *, may_swap: bool, may_recall: bool) -> tuple[float, PreemptionKind]:
         """The best of the kinds that are possible, and what it costs; computing again always is."""
@@ -80,3 +104,16 @@ class CostEstimate:
 
 def _mean(so_far: float, measured: float) -> float:
     return so_far + _WEIGHT * (measured - so_far)
+
+
+def _sums(points: Iterable[tuple[int, float]], weight: float) -> tuple[float, ...]:
+    """What a line through points needs to know of them."""
+    terms = [(1.0, x, y, x * x, x * y) for x, y in points]
+    return tuple(weight * sum(column) for column in zip(*terms, strict=True))
+
+
+def _line(sums: Iterable[float]) -> tuple[float, float]:
+    """Least squares: value at 0, and slope; neither is negative."""
+    weight, x, y, xx, xy = sums
+    slope = max(0.0, (weight * xy - x * y) / (weight * xx - x * x))
+    return max(0.0, (y - slope * x) / weight), slope

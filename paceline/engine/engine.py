@@ -104,9 +104,9 @@ class Engine:
         self._max_steps_to_release = 0
         self._expert_tokens: tuple[ExpertTokens, ...] = ()
 
-    def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
-        """Queues a sequence."""
-        self._scheduler.add(spec, role)
+    def add(self, spec: SequenceSpec, role: SequenceRole, num_remote_tokens: int = 0) -> None:
+        """Queues a sequence; see Scheduler.add."""
+        self._scheduler.add(spec, role, num_remote_tokens)
         self._admissions.note_added(spec, role)
 
     def commit(self, sequence_id: SequenceId, first_tokens: Sequence[FirstToken]) -> None:

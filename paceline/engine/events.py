@@ -15,7 +15,7 @@ from paceline.core.ticket import ReadyBlock
 class Started:
     """The first chunk is computed, and there is room for all known tokens.
 
-    A hand-over of them moves `num_blocks` blocks, of which those that are full have `block_hashes`.
+    Of the cached tokens those in `num_pulled_blocks` blocks were cached by another worker. A hand-over of the known tokens moves `num_blocks` blocks, of which those that are full have `block_hashes`.
     """
 
     sequence_id: SequenceId
@@ -23,6 +23,7 @@ class Started:
     queued_s: float
     num_blocks: int
     block_hashes: tuple[BlockHash, ...]
+    num_pulled_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,24 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A preempted sequence has its blocks again, and another worker may still have what was in the first of them.
+    """A sequence has come in, or a preempted one come back, and another worker may have what belongs into its first blocks.
 
     `token_ids` are those of full blocks, which are `block_ids` and have `block_hashes`. The first `num_held` have their
-    content already. The sequence waits until it is resumed, with as many of them as have come.
+    content already. The sequence waits until it is resumed, with as many of them as have come. It stands for `candidates`,
+    the first of which names it, also when that one is released meanwhile.
     """
 
     sequence_id: SequenceId
-    candidate: int
+    candidates: tuple[int, ...]
     token_ids: tuple[int, ...]
     block_hashes: tuple[BlockHash, ...]
     block_ids: tuple[BlockId, ...]
     num_held: int
+
+    @property
+    def candidate(self) -> int:
+        """Names the sequence among those of its request."""
+        return self.candidates[0]
 
 
 class NewTokens(Struct, frozen=True):

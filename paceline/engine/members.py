@@ -52,14 +52,16 @@ class Members:
         self._room = room
         self._preemption = preemption
         self._swap = swap
-        self._recalls = Recalls(pool.block_size, preemption.costs, clock)
+        self._recalls = Recalls(
+            pool.block_size, preemption.costs, clock, is_always=config.prefix_pull == "always"
+        )
         self._num_added = 0
         # What was found out between two steps, for the next one to say.
         self._news: list[Event] = []
 
     # -- coming
 
-    def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
+    def add(self, spec: SequenceSpec, role: SequenceRole, num_remote_tokens: int) -> None:
         """See Scheduler.add."""
         if spec.sequence_id in self.families:
             return
@@ -74,7 +76,9 @@ class Members:
             eos_token_ids=self._config.eos_token_ids,
             number=self._num_added,
             arrival_s=self._clock(),
+            num_remote_tokens=num_remote_tokens if self._may_pull(spec, role) else 0,
         )
+        sequence.is_recallable = sequence.num_remote_tokens > 0
         self.families[spec.sequence_id] = [sequence]
         if role is SequenceRole.LEND:
             self._lend(sequence)
@@ -86,8 +90,8 @@ class Members:
         """It has its room: it computes, or it waits for KV, of which the event speaks."""
         if sequence.started_s is None:
             sequence.started_s = self._clock()
-            sequence.account.service += PROMPT_TOKEN * sequence.num_uncomputed_tokens
         if sequence.role is SequenceRole.AWAIT_KV:
+            self._charge_prompt(sequence)
             sequence.status = SequenceStatus.WAITING_FOR_KV
             self._running.parked[sequence] = None
             return reserved(sequence, self._pool.block_size)
@@ -201,12 +205,27 @@ class Members:
 
     # -- how it is done
 
+    def _may_pull(self, spec: SequenceSpec, role: SequenceRole) -> bool:
+        """Whether another worker's cache is of use to a newcomer that computes; where there are windows it would need other blocks."""
+        return (
+            self._config.prefix_pull != "never"
+            and self._pool.is_whole
+            and role in (SequenceRole.GENERATE, SequenceRole.PREFILL_ONLY)
+            and not spec.bypass_cache
+            and not spec.prompt_logprobs
+        )
+
     def _compute(self, sequence: Sequence) -> None:
         """From now on it computes what is missing of its known tokens."""
         sequence.status = SequenceStatus.RUNNING
         self._running.prefilling[sequence] = None
         if sequence.num_preemptions:
             self.num_recomputed_tokens += sequence.num_uncomputed_tokens - 1
+        else:
+            self._charge_prompt(sequence)
+
+    def _charge_prompt(self, sequence: Sequence) -> None:
+        sequence.account.service += PROMPT_TOKEN * sequence.num_uncomputed_tokens
 
     def _unpark(self, sequence: Sequence) -> None:
         """It waits for KV no more. Its deadline may have passed meanwhile; the next step finds that out."""

@@ -34,7 +34,8 @@ class Preemption:
         self._clock = clock
         self.num_rounds = 0
         # Where there are windows, a prefix of the owner's is not what is needed here.
-        self._may_recall = config.may_recall and pool.is_whole
+        self._recalls = config.prefix_pull != "never" and pool.is_whole
+        self._always_recalls = config.prefix_pull == "always"
         self.counts = Counter[PreemptionKind]()
 
     def make_room(self, growing: AbstractSequence[Sequence]) -> list[Sequence]:
@@ -78,15 +79,15 @@ class Preemption:
     def _cheapest(self, sequence: Sequence, loss: Loss) -> tuple[float, PreemptionKind]:
         # In the middle of its prompt it is not worth the bookkeeping.
         is_decoding = sequence in self._running.decoding
-        return self.costs.cheapest(
-            loss,
-            may_swap=is_decoding and sequence.blocks.num_held <= self._swap.num_free,
-            # What bypasses the cache is in nobody's.
-            may_recall=is_decoding
-            and self._may_recall
-            and sequence.num_remote_tokens > 0
-            and not sequence.spec.bypass_cache,
-        )
+        may_recall = is_decoding and self._may_recall(sequence)
+        if may_recall and self._always_recalls:
+            return self.costs.remote_s(loss), PreemptionKind.REMOTE
+        may_swap = is_decoding and sequence.blocks.num_held <= self._swap.num_free
+        return self.costs.cheapest(loss, may_swap=may_swap, may_recall=may_recall)
+
+    def _may_recall(self, sequence: Sequence) -> bool:
+        # What bypasses the cache is in nobody's.
+        return self._recalls and sequence.num_remote_tokens > 0 and not sequence.spec.bypass_cache
 
     def _take_blocks(self, sequence: Sequence) -> None:
         _, kind = self._cheapest(sequence, self._loss(sequence))

@@ -81,9 +81,12 @@ class Scheduler:
 
     # -- commands
 
-    def add(self, spec: SequenceSpec, role: SequenceRole) -> None:
-        """Queues a sequence; one that lends has its blocks at once. A second one with the same id is ignored, as a repeated message."""
-        self._members.add(spec, role)
+    def add(self, spec: SequenceSpec, role: SequenceRole, num_remote_tokens: int = 0) -> None:
+        """Queues a sequence; one that lends has its blocks at once. A second one with the same id is ignored, as a repeated message.
+
+        Another worker is believed to have its first `num_remote_tokens` tokens cached.
+        """
+        self._members.add(spec, role, num_remote_tokens)
 
     def commit(self, sequence_id: SequenceId, first_tokens: AbstractSequence[FirstToken]) -> None:
         """The KV of an AWAIT_KV sequence is in its blocks: from now on it is a local sequence like any other.

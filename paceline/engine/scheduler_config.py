@@ -40,5 +40,6 @@ class SchedulerConfig:
     group_by_experts: bool = False
     # Blocks in host memory for preempted sequences.
     num_swap_blocks: int = 0
-    # Whether somebody answers each Recall with resume(): then a preempted sequence may be pulled again from where it came.
-    may_recall: bool = False
+    # Whether blocks that another worker has cached are pulled instead of computed: "auto" when that is cheaper, "always", or
+    # "never". Somebody must answer each Recall with resume().
+    prefix_pull: str = "never"

@@ -85,9 +85,11 @@ class Sequence:
     saved: list[SavedPlace] = field(default_factory=list)
     # The experts that computed its last token, a bit each; 0 while nobody tells.
     experts: int = 0
-    # Leading tokens that another worker has computed, and may still have; whether they are asked for when it comes in again.
+    # Leading tokens that another worker has computed, and may still have; whether they are asked for when it comes in.
     num_remote_tokens: int = 0
     is_recallable: bool = False
+    # Blocks that came from there before its first chunk.
+    num_pulled_blocks: int = 0
     # Which token would end it how, and how long it may become.
     ends: dict[int, FinishReason] = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import InvariantError
 from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.prefix import PrefixHint, PrefixOwner
 from paceline.core.request import (
     BootEpoch,
     FinishReason,
@@ -19,7 +20,7 @@ from paceline.core.request import (
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
-from paceline.v1 import engine_pb2, generation_pb2, inference_pb2
+from paceline.v1 import decode_pb2, engine_pb2, generation_pb2, inference_pb2, prefill_pb2
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -213,6 +214,30 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
     if not spec.candidates or spec.candidates != tuple(sorted(set(spec.candidates))):
         raise InvariantError(f"sequence {spec.sequence_id} has no candidates, or not in ascending order")
     return spec
+
+
+def prefix_hint_to_proto(hint: PrefixHint | None) -> engine_pb2.PrefixHint | None:
+    """Who may have a prompt's beginning cached."""
+    if hint is None:
+        return None
+    owner = hint.owner
+    return engine_pb2.PrefixHint(
+        worker_id=owner.worker_id,
+        address=owner.address,
+        boot_epoch=owner.boot_epoch,
+        num_tokens=hint.num_tokens,
+    )
+
+
+def prefix_hint_from_proto(
+    message: prefill_pb2.PrefillRequest | decode_pb2.Submit,
+) -> PrefixHint | None:
+    """Who may have a prompt's beginning cached, if the router has said so."""
+    if not message.HasField("prefix_hint"):
+        return None
+    hint = message.prefix_hint
+    owner = PrefixOwner(WorkerId(hint.worker_id), hint.address, BootEpoch(hint.boot_epoch))
+    return PrefixHint(owner, hint.num_tokens)
 
 
 def _sampling_from_proto(message: generation_pb2.SamplingParams) -> SamplingParams:

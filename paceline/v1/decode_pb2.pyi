@@ -17,14 +17,16 @@ class DecodeRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("context", "sequence", "ticket")
+    __slots__ = ("context", "sequence", "ticket", "prefix_hint")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HINT_FIELD_NUMBER: _ClassVar[int]
     context: _engine_pb2.CallContext
     sequence: _engine_pb2.SequenceSpec
     ticket: _engine_pb2.KvTicket
-    def __init__(self, context: _Optional[_Union[_engine_pb2.CallContext, _Mapping]] = ..., sequence: _Optional[_Union[_engine_pb2.SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[_engine_pb2.KvTicket, _Mapping]] = ...) -> None: ...
+    prefix_hint: _engine_pb2.PrefixHint
+    def __init__(self, context: _Optional[_Union[_engine_pb2.CallContext, _Mapping]] = ..., sequence: _Optional[_Union[_engine_pb2.SequenceSpec, _Mapping]] = ..., ticket: _Optional[_Union[_engine_pb2.KvTicket, _Mapping]] = ..., prefix_hint: _Optional[_Union[_engine_pb2.PrefixHint, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("request_id", "attempt", "candidate")
@@ -61,12 +63,16 @@ class SequenceEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., tokens: _Optional[_Union[SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., prompt_scored: _Optional[_Union[_engine_pb2.PromptScored, _Mapping]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
-    __slots__ = ("cached_tokens", "queued_s")
+    __slots__ = ("cached_tokens", "queued_s", "num_pulled_blocks", "num_pulled_bytes")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     queued_s: float
-    def __init__(self, cached_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ...) -> None: ...
+    num_pulled_blocks: int
+    num_pulled_bytes: int
+    def __init__(self, cached_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., num_pulled_blocks: _Optional[int] = ..., num_pulled_bytes: _Optional[int] = ...) -> None: ...
 
 class KvReceived(_message.Message):
     __slots__ = ("num_blocks", "num_bytes", "duration_s")

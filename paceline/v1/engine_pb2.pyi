@@ -76,6 +76,18 @@ class KvTicket(_message.Message):
     num_blocks: int
     def __init__(self, lease_id: _Optional[str] = ..., owner_id: _Optional[str] = ..., owner_address: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[ModelFingerprint, _Mapping]] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class PrefixHint(_message.Message):
+    __slots__ = ("worker_id", "address", "boot_epoch", "num_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    boot_epoch: int
+    num_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class ModelFingerprint(_message.Message):
     __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout", "arithmetic")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]

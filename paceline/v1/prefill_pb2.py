@@ -25,23 +25,23 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/prefill.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"h\n\x0ePrefillRequest\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\"\xde\x01\n\x0fPrefillResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PrefillStartedH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.paceline.v1.PrefillProgressH\x00\x12,\n\x06result\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.PrefillResultH\x00\x12\x32\n\rprompt_scored\x18\x04 \x01(\x0b\x32\x19.paceline.v1.PromptScoredH\x00\x42\x07\n\x05\x65vent\"`\n\x0ePrefillStarted\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.paceline.v1.KvTicket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queued_s\x18\x03 \x01(\x01\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\">\n\rPrefillResult\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken2X\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/prefill.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"\x96\x01\n\x0ePrefillRequest\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12,\n\x0bprefix_hint\x18\x03 \x01(\x0b\x32\x17.paceline.v1.PrefixHint\"\xde\x01\n\x0fPrefillResponse\x12.\n\x07started\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PrefillStartedH\x00\x12\x30\n\x08progress\x18\x02 \x01(\x0b\x32\x1c.paceline.v1.PrefillProgressH\x00\x12,\n\x06result\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.PrefillResultH\x00\x12\x32\n\rprompt_scored\x18\x04 \x01(\x0b\x32\x19.paceline.v1.PromptScoredH\x00\x42\x07\n\x05\x65vent\"\x95\x01\n\x0ePrefillStarted\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.paceline.v1.KvTicket\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queued_s\x18\x03 \x01(\x01\x12\x19\n\x11num_pulled_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_pulled_bytes\x18\x05 \x01(\x04\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\">\n\rPrefillResult\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken2X\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x1c.paceline.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST']._serialized_start=68
-  _globals['_PREFILLREQUEST']._serialized_end=172
-  _globals['_PREFILLRESPONSE']._serialized_start=175
-  _globals['_PREFILLRESPONSE']._serialized_end=397
-  _globals['_PREFILLSTARTED']._serialized_start=399
-  _globals['_PREFILLSTARTED']._serialized_end=495
-  _globals['_PREFILLPROGRESS']._serialized_start=497
-  _globals['_PREFILLPROGRESS']._serialized_end=539
-  _globals['_PREFILLRESULT']._serialized_start=541
-  _globals['_PREFILLRESULT']._serialized_end=603
-  _globals['_PREFILLSERVICE']._serialized_start=605
-  _globals['_PREFILLSERVICE']._serialized_end=693
+  _globals['_PREFILLREQUEST']._serialized_start=69
+  _globals['_PREFILLREQUEST']._serialized_end=219
+  _globals['_PREFILLRESPONSE']._serialized_start=222
+  _globals['_PREFILLRESPONSE']._serialized_end=444
+  _globals['_PREFILLSTARTED']._serialized_start=447
+  _globals['_PREFILLSTARTED']._serialized_end=596
+  _globals['_PREFILLPROGRESS']._serialized_start=598
+  _globals['_PREFILLPROGRESS']._serialized_end=640
+  _globals['_PREFILLRESULT']._serialized_start=642
+  _globals['_PREFILLRESULT']._serialized_end=704
+  _globals['_PREFILLSERVICE']._serialized_start=706
+  _globals['_PREFILLSERVICE']._serialized_end=794
 # @@protoc_insertion_point(module_scope)

@@ -83,6 +83,11 @@ class WorkerConfig:
     swap_memory: str = option(
         "", "host memory for the KV of preempted sequences, such as 1GiB; empty: they are computed again"
     )
+    prefix_pull: str = option(
+        "auto",
+        "pull KV blocks that another worker has cached, instead of computing them: when it is cheaper, always, or never",
+        choices=("auto", "always", "never"),
+    )
     metrics_port: int = option(
         0, "port of the metrics, on the host of --listen or on loopback; 0: any that is free, -1: none"
     )

@@ -50,9 +50,7 @@ async def _serve(
     plan = plan_pinned(
         prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
     )
-    # Prefill workers get no KV from elsewhere, and so have nobody to ask.
-    may_recall = role == inference_pb2.WORKER_ROLE_DECODE
-    async with open_worker(config, loaded, may_recall=may_recall) as worker:
+    async with open_worker(config, loaded) as worker:
         name = add_service(server.grpc, worker)
         add_KvTransferServiceServicer_to_server(
             KvTransferServicer(worker.sender, Lender(worker)), server.grpc

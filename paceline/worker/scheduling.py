@@ -7,7 +7,7 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.runner import LoadedRunner
 
 
-def scheduler_config(config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool) -> SchedulerConfig:
+def scheduler_config(config: WorkerConfig, loaded: LoadedRunner) -> SchedulerConfig:
     """Settings, and what the model says about its tokens; raises ConfigError for swap memory that is not there."""
     return SchedulerConfig(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -26,7 +26,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedRunner, *, may_recall: 
         overload_wait_s=config.overload_wait_s,
         max_decodes=config.max_decodes,
         group_by_experts=config.group_by_experts,
-        may_recall=may_recall,
+        prefix_pull=config.prefix_pull,
         num_swap_blocks=_num_swap_blocks(config.swap_memory, loaded.layout.block_bytes),
     )
 

@@ -102,10 +102,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(
-    config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool
-) -> AsyncIterator[Worker]:
-    """The parts of one worker, running; stopped in the opposite order. `may_recall` is for a tier that answers each Recall."""
+async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
+    """The parts of one worker, running; stopped in the opposite order. Both tiers answer each Recall."""
     key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
     index = (
         RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
@@ -113,7 +111,7 @@ async def open_worker(
     publisher = PrefixPublisher(index, key)
     failed, metrics = asyncio.Event(), StepMetrics(config)
     engine = AsyncEngine(
-        _engine(config, loaded, may_recall=may_recall),
+        _engine(config, loaded),
         on_changes=publisher.offer,
         on_step=metrics.note_step,
         on_failure=lambda _: failed.set(),
@@ -152,7 +150,7 @@ def _release_leased(engine: AsyncEngine) -> Callable[[SequenceId], None]:
     return lambda sequence_id: engine.release(sequence_id, lost)
 
 
-def _engine(config: WorkerConfig, loaded: LoadedRunner, *, may_recall: bool) -> Engine:
-    scheduling = scheduler_config(config, loaded, may_recall=may_recall)
+def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
+    scheduling = scheduler_config(config, loaded)
     pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
     return Engine(Scheduler(scheduling, pool, loaded.runner.memory), loaded.runner)

@@ -6,13 +6,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
 from decode_service.session import DecodeSession
+from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.fake import FakeModelRunner
 from paceline.runtime.channels import Channels
 from paceline.runtime.wire_internal import (
     finish_reason_from_proto,
+    prefix_hint_to_proto,
     spec_to_proto,
     ticket_from_proto,
     ticket_to_proto,
@@ -48,17 +52,30 @@ class Pair:
     # Ends the prefill worker, as if it had been killed.
     stop_prefill: Callable[[], Awaitable[None]]
 
-    async def ticket(self, spec: SequenceSpec = SPEC) -> KvTicket:
-        """Has the prompt computed; ends as soon as there is a ticket when the gate is closed, else with all done."""
+    def call_prefill(
+        self, spec: SequenceSpec, hint: PrefixHint | None = None
+    ) -> "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]":
+        """The prompt is computed, apart from what the hint's owner has of it."""
         context, sequence = spec_to_proto(spec)
-        stub = PrefillServiceStub(self.channels.get(self.prefill.address))
-        call = stub.Prefill(prefill_pb2.PrefillRequest(context=context, sequence=sequence))
-        responses = [response async for response in call]
-        return ticket_from_proto(responses[0].started.ticket)
+        request = prefill_pb2.PrefillRequest(
+            context=context, sequence=sequence, prefix_hint=prefix_hint_to_proto(hint)
+        )
+        return PrefillServiceStub(self.channels.get(self.prefill.address)).Prefill(request)
 
-    def submit(self, spec: SequenceSpec, ticket: KvTicket | None = None) -> None:
+    async def started(self, spec: SequenceSpec, hint: PrefixHint | None = None) -> prefill_pb2.PrefillStarted:
+        """What is said of the beginning of a prefill that is then done."""
+        responses = [response async for response in self.call_prefill(spec, hint)]
+        return responses[0].started
+
+    async def ticket(self, spec: SequenceSpec = SPEC) -> KvTicket:
+        """The ticket of a prefill that is done."""
+        return ticket_from_proto((await self.started(spec)).ticket)
+
+    def submit(
+        self, spec: SequenceSpec, ticket: KvTicket | None = None, hint: PrefixHint | None = None
+    ) -> None:
         """What the router sends."""
-        self.session.submit(submit_message(spec, ticket))
+        self.session.submit(submit_message(spec, ticket, hint))
 
     def cancel(self, spec: SequenceSpec, candidate: int | None = None) -> None:
         """What the router sends when the client has left, or one candidate has come to its stop string."""
@@ -122,11 +139,15 @@ async def open_pair(
             await channels.aclose()
 
 
-def submit_message(spec: SequenceSpec, ticket: KvTicket | None = None) -> decode_pb2.Submit:
+def submit_message(
+    spec: SequenceSpec, ticket: KvTicket | None = None, hint: PrefixHint | None = None
+) -> decode_pb2.Submit:
     """The message for it."""
     context, sequence = spec_to_proto(spec)
     proto = ticket_to_proto(ticket) if ticket else None
-    return decode_pb2.Submit(context=context, sequence=sequence, ticket=proto)
+    return decode_pb2.Submit(
+        context=context, sequence=sequence, ticket=proto, prefix_hint=prefix_hint_to_proto(hint)
+    )
 
 
 def is_end(event: decode_pb2.SequenceEvent) -> bool:

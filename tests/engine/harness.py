@@ -90,10 +90,12 @@ class Bench:
 
     # -- commands
 
-    def add(self, spec: SequenceSpec, role: SequenceRole = SequenceRole.GENERATE) -> SequenceId:
+    def add(
+        self, spec: SequenceSpec, role: SequenceRole = SequenceRole.GENERATE, num_remote_tokens: int = 0
+    ) -> SequenceId:
         """Queues a sequence a moment after the last one."""
         self.clock.advance(0.001)
-        self.scheduler.add(spec, role)
+        self.scheduler.add(spec, role, num_remote_tokens)
         self.events.setdefault(spec.sequence_id, [])
         return spec.sequence_id
 

@@ -99,7 +99,8 @@ def test_the_cheapest_kind_depends_on_what_was_measured() -> None:
     """Computing again, copying out and back, or pulling again: whatever costs least of what is possible."""
     loss = Loss(num_tokens=160, num_blocks=10, num_remote_tokens=128, num_remote_blocks=8)
     costs = CostEstimate()
-    costs.token_s, costs.swap_block_s, costs.remote_block_s, costs.remote_hit_share = 1e-3, 1e-2, 1e-4, 1.0
+    costs.token_s, costs.swap_block_s, costs.remote_hit_share = 1e-3, 1e-2, 1.0
+    costs.remote_pull_s, costs.remote_block_s = 0.0, 1e-4
     cost_s, kind = costs.cheapest(loss, may_swap=True, may_recall=True)
     assert cost_s == pytest.approx(0.0328)
     assert kind is PreemptionKind.REMOTE
@@ -131,7 +132,27 @@ def test_measurements_move_the_estimate() -> None:
         costs.note_chunk(100, 0.5)
         costs.note_swap(10, 0.1)
         costs.note_remote(10, 10, 0.2)
+        costs.note_remote(40, 40, 0.5)
     assert costs.token_s == pytest.approx(5e-3, rel=0.01)
     assert costs.swap_block_s == pytest.approx(0.02, rel=0.01)
-    assert costs.remote_block_s == pytest.approx(0.02, rel=0.01)
+    assert costs.remote_block_s == pytest.approx(0.01, rel=0.05)
+    assert costs.remote_pull_s == pytest.approx(0.1, rel=0.05)
     assert costs.remote_hit_share == pytest.approx(1, rel=0.01)
+
+
+def test_pulls_of_one_size_tell_what_another_pull_of_that_size_takes() -> None:
+    """From them alone nobody can tell the part for each pull from that for each block; their sum comes out right."""
+    costs = CostEstimate()
+    for _ in range(100):
+        costs.note_remote(10, 10, 0.2)
+    assert costs.pull_s(10) == pytest.approx(0.2, rel=0.02)
+    assert min(costs.remote_pull_s, costs.remote_block_s) >= 0
+
+
+def test_a_pull_pays_from_some_length_on() -> None:
+    """A few blocks are computed sooner than anybody has been asked; of many that are likely there all are pulled."""
+    costs = CostEstimate()
+    costs.token_s, costs.remote_pull_s, costs.remote_block_s, costs.remote_hit_share = 1e-3, 0.1, 1e-3, 0.8
+    assert [costs.is_pull_cheaper(n, 16 * n) for n in (1, 8, 9, 100)] == [False, False, True, True]
+    costs.remote_hit_share = 0.05
+    assert not costs.is_pull_cheaper(100, 1600)

@@ -1,4 +1,4 @@
-"""Preemption as a remote prefix hit: what was handed over is asked for again, and what does not come is computed."""
+"""Remote prefix hits: what another worker has is asked for, when a sequence begins or comes back; the rest is computed."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import KVGroup, View
 from paceline.core.request import FirstToken, SequenceSpec
 from paceline.engine.costs import PreemptionKind
-from paceline.engine.events import NewTokens, Recall, Reserved
+from paceline.engine.events import BlocksReady, NewTokens, Recall, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle
 from tests.factories import make_id, make_spec
@@ -20,8 +20,8 @@ NUM_BLOCKS = 12
 
 def _bench(num_blocks: int = NUM_BLOCKS, **options: object) -> Bench:
     """A pool that does not hold both, where pulling again costs nothing."""
-    bench = Bench(num_blocks, **{"may_recall": True, **options})  # type: ignore[arg-type] # each has its field's type
-    bench.scheduler.costs.remote_block_s = 1e-6
+    bench = Bench(num_blocks, **{"prefix_pull": "auto", **options})  # type: ignore[arg-type] # each has its field's type
+    bench.scheduler.costs.remote_pull_s = bench.scheduler.costs.remote_block_s = 1e-6
     bench.scheduler.costs.remote_hit_share = 1.0
     return bench
 
@@ -163,8 +163,8 @@ def test_the_cheapest_kind_is_taken() -> None:
 
 
 def test_nothing_is_recalled_where_nobody_answers() -> None:
-    """Without may_recall a sequence that was handed over is computed again."""
-    assert _preempted_as(_bench(may_recall=False)) == {"recompute"}
+    """Without prefix_pull a sequence that was handed over is computed again."""
+    assert _preempted_as(_bench(prefix_pull="never")) == {"recompute"}
 
 
 def test_what_bypasses_the_cache_is_not_recalled() -> None:
@@ -205,11 +205,11 @@ def test_how_it_went_is_counted_for_the_next_choice() -> None:
     bench.clock.advance(10.0)
     bench.resume(recall, 5)
     assert bench.scheduler.costs.remote_hit_share == pytest.approx(1.0)
-    assert bench.scheduler.costs.remote_block_s == pytest.approx(0.1 * 2.0, rel=0.01)
+    assert bench.scheduler.costs.pull_s(5) > 5.0
     bench, recall = _under_pressure()
     bench.resume(recall, 0)
     assert bench.scheduler.costs.remote_hit_share == pytest.approx(0.9)
-    assert bench.scheduler.costs.remote_block_s == pytest.approx(1e-6)
+    assert bench.scheduler.costs.pull_s(5) < 1e-4
 
 
 def test_what_might_have_been_pulled_and_was_computed_is_noted() -> None:
@@ -305,3 +305,103 @@ def test_candidates_are_recalled_each_for_itself() -> None:
 def test_every_kind_has_a_count() -> None:
     """Stats name all three."""
     assert set(_bench().scheduler.stats().preemptions) == {kind.value for kind in PreemptionKind}
+
+
+# -- newcomers
+
+
+def _hinted(bench: Bench, num_remote_tokens: int, **options: object) -> SequenceSpec:
+    """One whose beginning another worker has, as far as anybody knows; after its first step."""
+    spec = make_spec("hinted", tuple(range(20, 42)), **options)  # type: ignore[arg-type] # each has its field's type
+    bench.add(spec, num_remote_tokens=num_remote_tokens)
+    bench.step()
+    return spec
+
+
+@pytest.mark.parametrize("num_blocks", range(6))
+def test_a_newcomer_gets_what_another_worker_has(num_blocks: int) -> None:
+    """It is asked for before anything is computed; what comes counts as cached, and only the rest is computed."""
+    bench = _bench(prefix_pull="always")
+    spec = _hinted(bench, 20)
+    (recall,) = bench.of(spec.sequence_id, Recall)
+    assert (len(recall.block_ids), recall.num_held, recall.token_ids) == (5, 0, spec.prompt_ids[:20])
+    bench.resume(recall, num_blocks)
+    bench.run()
+    assert bench.tokens(spec.sequence_id) == oracle(spec)[0]
+    started = bench.one(spec.sequence_id, Started)
+    assert (started.num_cached_tokens, started.num_pulled_blocks) == (4 * num_blocks, num_blocks)
+    assert bench.computed()[1] == {"hinted": min(16, 22 - 4 * num_blocks)}
+
+
+def test_a_prompt_that_another_worker_has_whole_keeps_a_token_to_compute() -> None:
+    """What comes after the prompt is sampled from its last token's output, so the block of that one is not asked for."""
+    bench = _bench(prefix_pull="always")
+    spec = make_spec("hinted", tuple(range(20, 40)))
+    bench.add(spec, SequenceRole.PREFILL_ONLY, num_remote_tokens=20)
+    bench.step()
+    recall = bench.one(spec.sequence_id, Recall)
+    assert len(recall.block_ids) == 4
+    bench.resume(recall, 4)
+    bench.run()
+    assert bench.tokens(spec.sequence_id) == oracle(spec)[0][:1]
+    assert sum(len(event.blocks) for event in bench.of(spec.sequence_id, BlocksReady)) == 5
+
+
+def test_only_what_is_not_here_is_asked_for() -> None:
+    """The beginning that is cached here is held; where all is, or as much as elsewhere, nobody is asked."""
+    bench = _bench(prefix_pull="always")
+    bench.add(make_spec("first", tuple(range(20, 30)), max_tokens=1))
+    bench.run()
+    spec = _hinted(bench, 20)
+    recall = bench.one(spec.sequence_id, Recall)
+    assert (len(recall.block_ids), recall.num_held) == (5, 2)
+    bench.resume(recall, 5)
+    bench.run()
+    again = make_spec("again", spec.prompt_ids)
+    bench.add(again, num_remote_tokens=20)
+    bench.run()
+    assert bench.of(again.sequence_id, Recall) == []
+    assert bench.tokens(again.sequence_id) == oracle(again)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "policies"),
+    [
+        ({"bypass_cache": True}, {}),
+        ({"prompt_logprobs": True, "num_top_logprobs": 0}, {}),
+        ({}, {"prefix_pull": "never"}),
+        ({}, {"groups": (KVGroup(), KVGroup(View(6)))}),
+    ],
+    ids=["bypass", "prompt_logprobs", "never", "windows"],
+)
+def test_what_must_not_or_cannot_be_pulled_is_computed(
+    options: dict[str, object], policies: dict[str, object]
+) -> None:
+    """The hint is left alone then; without such a reason it is followed."""
+    bench = _bench(32, **{"prefix_pull": "always", **policies})
+    spec = _hinted(bench, 20, **options)
+    bench.run()
+    assert bench.of(spec.sequence_id, Recall) == []
+    followed = _bench(32, prefix_pull="always")
+    assert len(followed.of(_hinted(followed, 20).sequence_id, Recall)) == 1
+
+
+def test_a_pull_that_costs_more_than_it_saves_is_not_made() -> None:
+    """And what might have been pulled is noted, so that it is tried again some time."""
+    bench = _bench()
+    bench.scheduler.costs.remote_pull_s = 10.0
+    bench.scheduler.costs.remote_hit_share = 0.0
+    spec = _hinted(bench, 20)
+    bench.run()
+    assert bench.of(spec.sequence_id, Recall) == []
+    assert bench.scheduler.costs.remote_hit_share > 0
+
+
+def test_whoever_pulls_is_charged_for_what_it_computes() -> None:
+    """A tenant pays for the tokens of its prompt that were left to compute, not for those that came."""
+    bench = _bench(prefix_pull="always")
+    spec = _hinted(bench, 20, max_tokens=1, tenant="a")
+    bench.add(make_spec("other", max_tokens=40, tenant="b"))
+    bench.resume(bench.one(spec.sequence_id, Recall), 5)
+    (sequence,) = bench.scheduler._members.families[spec.sequence_id]
+    assert sequence.account.service == 2.0

@@ -60,7 +60,7 @@ def _random_policies(rng: random.Random) -> dict[str, object]:
         "overload_wait_s": rng.choice((0.05, 5.0)),
         "static_batch_size": rng.choice((1, 4)),
         "num_swap_blocks": rng.choice((0, 0, 6, 100)),
-        "may_recall": rng.choice((False, True, True)),
+        "prefix_pull": rng.choice(("never", "auto", "always")),
     }
 
 
@@ -78,7 +78,11 @@ class History:
         self.rng = random.Random(seed)
         # Most come from elsewhere, and are pulled again whenever that is possible.
         self.roles = (*ROLES, *[SequenceRole.AWAIT_KV] * 6) if is_handed_over else ROLES
-        recalls = {"may_recall": True, "num_swap_blocks": 0} if is_handed_over else {}
+        recalls = (
+            {"prefix_pull": self.rng.choice(("auto", "always")), "num_swap_blocks": 0}
+            if is_handed_over
+            else {}
+        )
         kinds = (LayerKV(1, 1, 1, window, num_sink_tokens=sinks) for window, sinks in LAYERS[layers])
         layout = KVLayout(tuple(kinds), BLOCK_SIZE, "float32")
         self.groups = layout.groups
@@ -97,7 +101,7 @@ class History:
             **(_random_policies(self.rng) | recalls),  # type: ignore[arg-type] # each has its field's type
         )
         if is_handed_over or self.rng.random() < 0.5:
-            self.bench.scheduler.costs.remote_block_s = 1e-9
+            self.bench.scheduler.costs.remote_pull_s = self.bench.scheduler.costs.remote_block_s = 1e-9
         self.max_tokens = max(
             n
             for n in range(1, num_blocks * BLOCK_SIZE + 1)
@@ -155,7 +159,9 @@ class History:
     def _add(self) -> None:
         spec, role = self._random_spec(), self.rng.choice(self.roles)
         self.specs[spec.sequence_id] = spec, role
-        self.live.add(self.bench.add(spec, role))
+        # Whoever computes may have heard that another worker has a part of it, or more than there is.
+        num_remote_tokens = self.rng.choice((0, 0, self.rng.randrange(60)))
+        self.live.add(self.bench.add(spec, role, num_remote_tokens))
 
     def _random_spec(self) -> SequenceSpec:
         rng = self.rng
@@ -260,7 +266,8 @@ class History:
         return [
             (key, recall)
             for key, recall in recalls
-            if key not in self.answered and (recall.sequence_id, recall.candidate) not in self.silenced
+            if key not in self.answered
+            and any((recall.sequence_id, candidate) not in self.silenced for candidate in recall.candidates)
         ]
 
     def _answer_one(self) -> None:

@@ -12,7 +12,7 @@ from kvtransfer.block_store import BlockStore
 from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage
 from kvtransfer.leases import LeaseTable
-from kvtransfer.lending import PrefixOwner, PrefixRequest
+from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.service import KvTransferServicer
@@ -23,6 +23,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import FingerprintMismatchError, KvChecksumError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
+from paceline.core.prefix import PrefixOwner
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId, WorkerId
 from paceline.runtime.channels import Channels
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server

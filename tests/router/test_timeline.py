@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.core.clock import ManualClock
+from paceline.v1.prefill_pb2 import PrefillStarted
 from router.timeline import RequestTimeline
 
 
@@ -13,7 +14,7 @@ def test_the_phases_add_up(start_s: float) -> None:
     timeline = RequestTimeline(clock)
     clock.advance(1)
     timeline.note_dispatch()
-    timeline.note_worker_queue(2)
+    timeline.note_started(PrefillStarted(queued_s=2))
     clock.advance(5)
     timeline.note_tokens()
     clock.advance(4)
@@ -34,11 +35,12 @@ def test_a_later_attempt_changes_no_beginning(start_s: float) -> None:
     timeline.note_tokens()
     clock.advance(3)
     timeline.note_dispatch()
-    timeline.note_worker_queue(4)
+    timeline.note_started(PrefillStarted(queued_s=4, num_pulled_blocks=3, num_pulled_bytes=30))
     clock.advance(5)
     timeline.note_tokens()
     proto = timeline.to_proto()
     assert (proto.queued_s, proto.prefill_s, proto.decode_s, proto.attempts) == (0, 2, 8, 2)
+    assert (proto.prefix_blocks, proto.prefix_bytes) == (3, 30)
 
 
 def test_a_request_without_tokens_has_no_phases() -> None:

@@ -49,6 +49,7 @@ async def serving_worker(
     num_blocks: int = NUM_BLOCKS,
     lease_ttl_s: float = 30.0,
     victim: str = "cost",
+    prefix_pull: str = "always",
 ) -> AsyncIterator[Worker]:
     """A worker of one tier that computes 8 tokens a step."""
     server = grpc.aio.server()
@@ -64,11 +65,12 @@ async def serving_worker(
         max_num_seqs=8,
         lease_ttl_s=lease_ttl_s,
         victim=victim,
+        prefix_pull=prefix_pull,
     )
     loaded = load_runner(config)
     if runner is not None:
         loaded = replace(loaded, runner=runner)
-    async with open_worker(config, loaded, may_recall=role == DECODE) as worker:
+    async with open_worker(config, loaded) as worker:
         add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender, Lender(worker)), server)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server)
         if role == PREFILL:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.borrower import PrefixBorrower
-from kvtransfer.lending import PrefixOwner, PrefixRequest
+from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.transports.grpc import GrpcTransport
 from paceline.core.errors import FingerprintMismatchError, InvariantError, KvLostError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
+from paceline.core.prefix import PrefixOwner
 from paceline.core.request import BootEpoch
 from paceline.core.ticket import KvTicket
 from paceline.engine.fake import FakeMemory
@@ -155,7 +156,7 @@ async def test_what_does_not_fill_blocks_is_refused(
 async def test_another_life_and_another_model_are_refused(loans: Loans) -> None:
     """As in a pull."""
     request = PrefixRequest(make_id("borrower"), "mine", PROMPT)
-    other_life = replace(loans.owner(), boot_epoch=BootEpoch(loans.owner().boot_epoch ^ 1))
+    other_life = loans.owner()._replace(boot_epoch=BootEpoch(loans.owner().boot_epoch ^ 1))
     with pytest.raises(KvLostError):
         await loans.borrower()._ask(other_life, request)
     other_model = loans.borrower(replace(loans.worker.loaded.fingerprint, weights="other"))

@@ -194,7 +194,7 @@ async def test_a_window_keeps_what_comes_after_the_prefix_needs(tiny_tokenizer_d
         max_num_seqs=8,
     )
     loaded = replace(load_runner(config), runner=runner, layout=layout)
-    async with open_worker(config, loaded, may_recall=False) as worker:
+    async with open_worker(config, loaded) as worker:
         await pin(worker, plan(PINNED, layout=layout))
         for number in range(20):
             await cached_tokens(worker, f"other-{number}", (300 + number,) * 30, layout)

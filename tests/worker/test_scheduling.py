@@ -36,8 +36,8 @@ def test_every_setting_arrives(loaded: LoadedRunner) -> None:
         swap_memory="1KiB",
     )
     given, default = (
-        scheduler_config(config, loaded, may_recall=False),
-        scheduler_config(WorkerConfig(model="m"), loaded, may_recall=False),
+        scheduler_config(config, loaded),
+        scheduler_config(WorkerConfig(model="m"), loaded),
     )
     assert (given.policy, given.victim, given.batching) == ("sjf", "lifo", "static")
     assert given.watermark == 0.1
@@ -72,7 +72,7 @@ def test_what_cannot_work_is_refused_by_name(settings: dict[str, Any], setting: 
 def test_swap_memory_that_cannot_be_is_refused(loaded: LoadedRunner, swap_memory: str) -> None:
     """Less than a block, more than there is, or no amount."""
     with pytest.raises(ConfigError, match="--swap-memory"):
-        scheduler_config(WorkerConfig(model="m", swap_memory=swap_memory), loaded, may_recall=False)
+        scheduler_config(WorkerConfig(model="m", swap_memory=swap_memory), loaded)
 
 
 def test_groups_of_experts_need_experts(tiny_tokenizer_dir: Path) -> None:

@@ -11,6 +11,7 @@ from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.grpc import GrpcTransport
+from paceline.core.prefix import PrefixOwner
 from paceline.core.request import BootEpoch, SamplingParams, SequenceSpec
 from paceline.core.ticket import KvTicket
 from paceline.engine.scheduler import Scheduler
@@ -30,6 +31,8 @@ NUM_HANDED_OVER = 6
 async def pair(tiny_tokenizer_dir: Path) -> AsyncIterator[Pair]:
     """A decode worker that does not hold both."""
     async with open_pair(tiny_tokenizer_dir, num_decode_blocks=NUM_DECODE_BLOCKS) as pair:
+        # What can be pulled again is the cheapest to take.
+        _scheduler(pair).costs.remote_pull_s = 0.0
         yield pair
 
 
@@ -187,7 +190,7 @@ async def test_a_cancel_before_the_owner_is_asked_leaves_nothing(pair: Pair) -> 
     """The engine has said what it wants, and nobody has begun to fetch it: the blocks are free all the same."""
     await _hand_over(pair)
     pair.decode_gate.open()
-    await until(lambda: bool(pair.session._recalls._tasks))
+    await until(lambda: bool(pair.session._recalls._pulls))
     pair.cancel(MOVED)
     await pair.require_empty()
 
@@ -205,7 +208,8 @@ async def test_a_recall_lasts_no_longer_than_its_caller_waits(pair: Pair) -> Non
     """At the caller's deadline it is a miss, however long the owner may take; the engine says what becomes of the sequence."""
     pair.decode.borrower._ask_timeout_s = 600.0
     ticket = await _hand_over(pair)
-    pair.session._recalls.remember(MOVED, ticket, asyncio.get_running_loop().time())
+    owner = PrefixOwner(ticket.owner_id, ticket.owner_address, ticket.boot_epoch)
+    pair.session._recalls.remember(MOVED, owner, asyncio.get_running_loop().time())
     async with _busy_owner(pair):
         await _require_outputs(pair, num_recalled=0)
     await pair.require_empty()
@@ -259,7 +263,7 @@ async def test_one_candidate_is_recalled_and_cancelled_for_itself(
         await _hand_over(pair, spec)
         async with _busy_owner(pair):
             await until(lambda: pair.prefill.engine.num_sequences == 2)
-            assert list(pair.session._recalls._tasks) == [(spec.sequence_id, 1)]
+            assert list(pair.session._recalls._pulls) == [(spec.sequence_id, 1)]
             pair.cancel(spec, cancelled)
         tokens: dict[int, tuple[int, ...]] = {0: (), 1: ()}
         left = {0, 1} - {cancelled} if cancelled is not None else set()
