@@ -5,28 +5,25 @@ import itertools
 import os
 import re
 import signal
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.client_error import PacelineRpcError
 from paceline.runtime import metrics
 from paceline.runtime.metrics import Metric
+from tests.cluster.scraping import Scrape, Series, moved, scrape, series
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
 from tests.tiny_model import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# A sample's name without "paceline_", and its labels.
-Series = tuple[str, frozenset[tuple[str, str]]]
 PROMPT = tuple(range(40, 140))  # 6 full blocks of 16 and 4 tokens
 NUM_TOKENS = 8
-# Blocks that three long sequences do not fit into.
-NARROW = {"num_blocks": 24, "max_num_seqs": 4}
+# Blocks that three long sequences do not fit into, and steps long enough that the others come before the first one is done.
+NARROW = {"num_blocks": 24, "max_num_seqs": 4, "fake_step_ms": 5}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -45,45 +42,9 @@ async def cluster(
         yield cluster
 
 
-def series(name: str, **labels: str) -> Series:
-    """What a value is looked up by."""
-    return f"paceline_{name}", frozenset(labels.items())
-
-
-class Scrape(dict[Series, float]):
-    """All values of one process at one moment."""
-
-    def __missing__(self, key: Series) -> float:
-        """What has not happened yet has no series."""
-        return 0.0
-
-    def names(self) -> set[str]:
-        """The metrics that are there."""
-        return {name for name, _ in self}
-
-
-async def scrape(cluster: Cluster, process: str) -> Scrape:
-    """What a process says of itself now."""
-    address = cluster.local.metrics_addresses[process]
-
-    def get() -> str:
-        """The page."""
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
-            return str(answer.read().decode())
-
-    families = text_string_to_metric_families(await asyncio.to_thread(get))
-    samples = [sample for family in families for sample in family.samples]
-    return Scrape({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
-
-
 async def scrape_all(cluster: Cluster) -> dict[str, Scrape]:
     """What each process says of itself now."""
     return {process: await scrape(cluster, process) for process in ("router", "prefill-0", "decode-0")}
-
-
-def moved(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
-    """By how much a value has grown."""
-    return after[series(name, **labels)] - before[series(name, **labels)]
 
 
 async def ask(cluster: Cluster, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> None:

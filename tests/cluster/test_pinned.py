@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ProcessLostError
+from tests.cluster.scraping import moved, scrape, series
 from tests.cluster.support import Cluster, fake_tokens, running_cluster
-from tests.cluster.test_metrics import moved, scrape, series
 from tests.tiny_model import VOCAB_SIZE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
