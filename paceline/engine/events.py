@@ -101,7 +101,7 @@ class NewTokens(Struct, frozen=True):
 class Failed:
     """The sequence is over without an end of its own: all of its candidates that have none.
 
-    Its blocks are free; those of a PREFILL_ONLY one that has started are held until it is released.
+    Its blocks are free; those of a PREFILL_ONLY or LEND one that has started are held until it is released.
     """
 
     sequence_id: SequenceId

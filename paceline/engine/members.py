@@ -56,6 +56,8 @@ class Members:
             pool.block_size, preemption.costs, clock, is_always=config.prefix_pull == "always"
         )
         self._num_added = 0
+        # Loans that nobody has been asked to end.
+        self._lent: dict[Sequence, None] = {}
         # What was found out between two steps, for the next one to say.
         self._news: list[Event] = []
 
@@ -175,6 +177,7 @@ class Members:
             self._unpark(sequence)
         self._running.remove(sequence)
         self._recalls.forget(sequence)
+        self._lent.pop(sequence, None)
         sequence.status = SequenceStatus.FINISHED
         sequence.forget_blocks()
         self._swap.drop(sequence.saved)
@@ -190,6 +193,12 @@ class Members:
         """Ends a sequence whose blocks others read; they are held until it is released."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+
+    def call_in_loans(self) -> None:
+        """Their room is needed: asks whoever holds the leases to end them. Their readers compute what they do not get."""
+        error = KvLostError("the loan is called in: the owner needs the room")
+        self._news += [Failed(sequence.sequence_id, error) for sequence in self._lent]
+        self._lent.clear()
 
     def take_news(self, now_s: float) -> list[Event]:
         """What happened between two steps; and who is late, or refused, and so is no member any more."""
@@ -238,6 +247,7 @@ class Members:
         sequence.started_s = sequence.arrival_s
         if self._room.lend(sequence):
             self.hold(sequence)
+            self._lent[sequence] = None
             self._news += announce(sequence)
         else:
             self.drop(sequence)

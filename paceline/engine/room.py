@@ -36,6 +36,7 @@ class Room:
         self._max_step_tokens = max_step_tokens
         self.num_refused = 0
         self.num_steps = 0
+        self._refused_at_step = -1
 
     def take(self, sequence: Sequence, *, from_cushion: bool) -> bool:
         """Reserves blocks, cached ones where there are some, or brings back what was swapped out.
@@ -49,9 +50,15 @@ class Room:
         spare = self._num_spare(sequence, from_cushion=from_cushion)
         taken = self._restore(sequence, spare) if sequence.saved else self._reserve(sequence, spare)
         if not taken:
+            self._refused_at_step = self.num_steps
             self.num_refused += sequence.refused_with is None
             sequence.refused_with, sequence.refused_at_step = self._pool.num_available, self.num_steps
         return taken
+
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody was refused in this step."""
+        return self._refused_at_step == self.num_steps
 
     @property
     def num_available(self) -> int:
@@ -61,10 +68,11 @@ class Room:
     def lend(self, sequence: Sequence) -> bool:
         """Holds the longest cached prefix of its full blocks, if there is one; takes no other block.
 
-        What is lent is not available. So much of the rest stays as for a sequence that comes in.
+        What is lent is not available. So much of the rest stays as for a sequence that comes in, and while one waits for room
+        nothing is lent.
         """
         # Of a group with a window a reader needs other blocks, depending on what it has computed itself.
-        if not self._pool.is_whole or sequence.spec.bypass_cache:
+        if not self._pool.is_whole or sequence.spec.bypass_cache or self.is_short:
             return False
         self.extend_hashes(sequence)
         prefix = find_prefix(self._pool, sequence.chain, len(sequence.block_hashes))

@@ -121,6 +121,8 @@ class Scheduler:
         events = self._members.take_news(now_s)
         may_admit = self._plan_decodes()
         self._plan_chunks(events, may_admit=may_admit)
+        if not may_admit or self._room.is_short:
+            self._members.call_in_loans()
         if self._decodes or self._chunks:
             self._pressure.note_step(preempted=not may_admit, num_running=self._running.num_computing)
         items = scheduled_decodes(self._decodes)

@@ -1,6 +1,7 @@
 """Lends what is in the prefix cache to other workers, under leases like those of a prefill."""
 
 import itertools
+from collections.abc import Sequence
 
 from kvtransfer.leases import Lease
 from kvtransfer.lending import PrefixRequest
@@ -8,7 +9,7 @@ from paceline.core.errors import InvariantError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.request import BootEpoch, RequestId, SamplingParams, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import BlocksReady, Failed, Started
+from paceline.engine.events import BlocksReady, Event, Failed, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.worker.events import EventQueue
 from paceline.worker.worker import Worker
@@ -29,7 +30,14 @@ class Lender:
         spec = self._spec(request)
         events = EventQueue()
         granted: tuple[Lease, KvTicket] | None = None
-        self._worker.engine.submit(spec, SequenceRole.LEND, events.put)
+
+        def sink(said: Sequence[Event]) -> None:
+            """Also hears later, when nobody waits for it any more, that the engine needs the room: then the lease ends."""
+            events.put(said)
+            if any(isinstance(event, Failed) for event in said):
+                self._worker.leases.release_sequence(spec.sequence_id)
+
+        self._worker.engine.submit(spec, SequenceRole.LEND, sink)
         try:
             async for event in events:
                 match event:

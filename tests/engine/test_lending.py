@@ -165,3 +165,41 @@ def test_a_loan_is_not_charged_to_a_tenant() -> None:
     assert bench.scheduler.accounts.services() == before
     bench.release(make_id("loan"))
     assert bench.scheduler.accounts.services() == before
+
+
+def test_a_loan_is_called_in_when_somebody_needs_the_room() -> None:
+    """Once; the blocks are held until whoever holds the lease has ended it, and then they are the other one's."""
+    bench = _computed()
+    loan = _lend(bench)
+    large = bench.add(make_spec("large", tuple(range(60, 80)), max_tokens=3))
+    bench.steps(3)
+    assert len(bench.of(loan, Failed)) == 1
+    assert bench.of(large, Started) == []
+    bench.release(loan)
+    bench.run()
+    assert bench.tokens(large) == oracle(make_spec("large", tuple(range(60, 80)), max_tokens=3))[0]
+
+
+def test_a_loan_is_called_in_when_somebody_had_to_be_preempted() -> None:
+    """What grows takes from those that run in this step; in the next ones the loan's room is there too."""
+    bench = _computed(num_blocks=9, watermark=0.0, watermark_rise=0.0)
+    loan = _lend(bench)
+    for name in ("a", "b"):
+        bench.add(make_spec(name, (len(name),) * 3, max_tokens=20))
+    while bench.scheduler.stats().num_preemptions == 0:
+        assert bench.of(loan, Failed) == []
+        bench.step()
+    bench.step()
+    assert len(bench.of(loan, Failed)) == 1
+
+
+def test_nothing_is_lent_while_somebody_waits_for_room() -> None:
+    """A loan would take what the other one waits for."""
+    bench = _computed()
+    bench.add(make_spec("large", tuple(range(60, 76)), max_tokens=3), SequenceRole.PREFILL_ONLY)
+    bench.run()
+    assert bench.pool.num_available == 4
+    bench.add(make_spec("waits", tuple(range(80, 100)), max_tokens=3))
+    bench.step()
+    loan = _lend(bench, PROMPT[:8], name="refused")
+    assert _num_lent(bench, loan) == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.borrower import PrefixBorrower
+from kvtransfer.chunks import LeaseState
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.transports.grpc import GrpcTransport
@@ -178,4 +179,14 @@ async def test_blocks_that_were_not_asked_for_are_given_back_unread(loans: Loans
     held = await loans.borrower().borrow(loans.owner(), request, ticket.block_hashes, block_ids, num_held=5)
     assert held == 5
     assert not any(bytes(loans.memory.read(block_id)).strip(b"\0") for block_id in block_ids)
+    await require_empty(loans.worker)
+
+
+async def test_a_loan_whose_room_is_needed_ends_at_once(loans: Loans) -> None:
+    """The lease is over, its reader hears EXPIRED, and whoever needed the room has it."""
+    ticket = await loans.ask()
+    assert ticket is not None
+    await _compute(loans.worker, tuple(range(60, 60 + 4 * NUM_BLOCKS - 4)))
+    assert loans.worker.leases.release([ticket.lease_id]) == [LeaseState.EXPIRED]
+    assert loans.worker.leases.stats().num_released == 1
     await require_empty(loans.worker)
