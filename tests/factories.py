@@ -30,7 +30,9 @@ FINGERPRINT = ModelFingerprint(
     config="g",
     dtype="float32",
     block_size=BLOCK_SIZE,
+    kv_dtype="float32",
     kv_layout="l",
+    kv_part="0/1",
     arithmetic="fast",
 )
 

@@ -1,9 +1,13 @@
 """What two processes must agree on before tokens or blocks pass between them."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from paceline.core.errors import FingerprintMismatchError
+
+# Tokens in a block, and whose heads.
+_CUT = ("block_size", "kv_part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +19,10 @@ class ModelFingerprint:
     chat_template: str
     config: str
     dtype: str
-    block_size: int
+    kv_dtype: str
     kv_layout: str
+    kv_part: str
+    block_size: int
     arithmetic: str  # "fast", or in exact mode a digest of the bits that this machine computes
 
     def digest(self) -> bytes:
@@ -28,7 +34,14 @@ class ModelFingerprint:
 
     def require_same(self, theirs: "ModelFingerprint") -> None:
         """Raises FingerprintMismatchError with the first field that differs."""
-        for field in fields(self):
-            ours_value, theirs_value = getattr(self, field.name), getattr(theirs, field.name)
+        self._require_equal(theirs, [field.name for field in fields(self)])
+
+    def require_same_content(self, theirs: "ModelFingerprint") -> None:
+        """The same, but for how the KV of one token list is cut into blocks: that can be converted."""
+        self._require_equal(theirs, [field.name for field in fields(self) if field.name not in _CUT])
+
+    def _require_equal(self, theirs: "ModelFingerprint", names: Iterable[str]) -> None:
+        for name in names:
+            ours_value, theirs_value = getattr(self, name), getattr(theirs, name)
             if ours_value != theirs_value:
-                raise FingerprintMismatchError(field.name, str(ours_value), str(theirs_value))
+                raise FingerprintMismatchError(name, str(ours_value), str(theirs_value))

@@ -9,7 +9,7 @@ of bytes, and any block can serve any group.
 
 import hashlib
 from collections import defaultdict
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, NewType
 
@@ -108,12 +108,30 @@ class KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadPart:
+    """One of `count` equal parts of every layer's heads, in order."""
+
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+ALL_HEADS = HeadPart()
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of a block: all layers, tokens a block, and which of KV_TYPES its elements are."""
+    """Geometry of a block: all layers, tokens a block, and which of KV_TYPES its elements are.
+
+    Where a worker holds only a part of the heads, the layers' heads are those that it holds.
+    """
 
     layers: tuple[LayerKV, ...]
     block_size: int
     dtype: str
+    part: HeadPart = ALL_HEADS
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -160,8 +178,9 @@ class KVLayout:
         )
 
     def digest(self) -> str:
-        """Names the layout; equal layouts have equal digests. The type stands before it, for whoever reads of a mismatch."""
-        return f"{self.dtype}:{hashlib.blake2b(repr(astuple(self)).encode(), digest_size=16).hexdigest()}"
+        """Names what the KV of a token is, whatever its type: equal layers have equal digests, however they are cut into blocks."""
+        whole = [replace(layer, num_kv_heads=layer.num_kv_heads * self.part.count) for layer in self.layers]
+        return hashlib.blake2b(repr(list(map(astuple, whole))).encode(), digest_size=16).hexdigest()
 
 
 def min_blocks(layout: KVLayout) -> int:

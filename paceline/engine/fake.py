@@ -30,8 +30,8 @@ _WHOLE = (KVGroup(),)
 
 
 def fake_layout(block_size: int) -> KVLayout:
-    """A layout whose token takes as many bytes as a fake token's KV."""
-    return KVLayout((LayerKV(num_kv_heads=1, key_dim=1, value_dim=1),), block_size, "float32")
+    """A layout in which a token's KV is one run of as many bytes as a fake token's."""
+    return KVLayout((LayerKV(num_kv_heads=1, key_dim=2, value_dim=0),), block_size, "float32")
 
 
 class FakeMemory:

@@ -106,8 +106,10 @@ def fingerprint_of(
         chat_template=_digest_files(directory / name for name in _TEMPLATE_FILES),
         config=xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode()),
         dtype=dtype,
-        block_size=layout.block_size,
+        kv_dtype=layout.dtype,
         kv_layout=layout.digest(),
+        kv_part=str(layout.part),
+        block_size=layout.block_size,
         arithmetic=exactness,
     )
 

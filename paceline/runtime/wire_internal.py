@@ -102,8 +102,10 @@ def fingerprint_to_proto(fingerprint: ModelFingerprint) -> engine_pb2.ModelFinge
         chat_template=fingerprint.chat_template,
         config=fingerprint.config,
         dtype=fingerprint.dtype,
-        block_size=fingerprint.block_size,
+        kv_dtype=fingerprint.kv_dtype,
         kv_layout=fingerprint.kv_layout,
+        kv_part=fingerprint.kv_part,
+        block_size=fingerprint.block_size,
         arithmetic=fingerprint.arithmetic,
     )
 
@@ -116,8 +118,10 @@ def fingerprint_from_proto(message: engine_pb2.ModelFingerprint) -> ModelFingerp
         chat_template=message.chat_template,
         config=message.config,
         dtype=message.dtype,
-        block_size=message.block_size,
+        kv_dtype=message.kv_dtype,
         kv_layout=message.kv_layout,
+        kv_part=message.kv_part,
+        block_size=message.block_size,
         arithmetic=message.arithmetic,
     )
 

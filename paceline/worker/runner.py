@@ -105,8 +105,10 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
         chat_template="fake",
         config="fake",
         dtype=layout.dtype,
-        block_size=config.block_size,
+        kv_dtype=layout.dtype,
         kv_layout=layout.digest(),
+        kv_part=str(layout.part),
+        block_size=config.block_size,
         arithmetic=config.exactness,
     )
     return LoadedRunner(

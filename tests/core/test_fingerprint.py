@@ -45,3 +45,14 @@ def test_fields_do_not_run_together() -> None:
     one = make_fingerprint(weights="a\ntokenizer=b", tokenizer="c")
     two = make_fingerprint(weights="a", tokenizer="b\ntokenizer=c")
     assert one.digest() != two.digest()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_how_blocks_are_cut_can_be_converted(name: str) -> None:
+    """Another block size or another part of the heads is the same content; any other difference is refused and named."""
+    other = _changed(name)
+    if name in ("block_size", "kv_part"):
+        FINGERPRINT.require_same_content(other)
+        return
+    with pytest.raises(FingerprintMismatchError, match=name):
+        FINGERPRINT.require_same_content(other)

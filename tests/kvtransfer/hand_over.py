@@ -25,7 +25,9 @@ FINGERPRINT = ModelFingerprint(
     config="g",
     dtype="float32",
     block_size=4,
+    kv_dtype="float32",
     kv_layout="l",
+    kv_part="0/1",
     arithmetic="fast",
 )
 
