@@ -1,14 +1,15 @@
 """KvTransferService on gRPC: messages in, KVSender, messages out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from kvtransfer.chunks import KvChunk, ReferenceMessage
 from kvtransfer.lending import PrefixLender, PrefixRequest
 from kvtransfer.sender import KVSender
-from kvtransfer.wire import lease_state_to_proto, message_to_proto
+from kvtransfer.wire import lease_state_to_proto, message_to_proto, offer_to_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
@@ -27,8 +28,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     async def Pull(
         self, request: kv_transfer_pb2.PullRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[kv_transfer_pb2.PullResponse]:
-        """Streams the blocks of a lease."""
-        messages = self._sender.pull(
+        """Streams the blocks of a lease, or where they lie."""
+        pull = self._sender.pull_references if request.by_reference else self._sender.pull
+        messages: AsyncGenerator[KvChunk | ReferenceMessage, None] = pull(
             LeaseId(request.lease_id),
             BootEpoch(request.boot_epoch),
             fingerprint_from_proto(request.fingerprint),
@@ -63,6 +65,18 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]
         states = self._sender.release(lease_ids, BootEpoch(request.boot_epoch))
         return kv_transfer_pb2.ReleaseLeasesResponse(states=map(lease_state_to_proto, states))
+
+    async def DescribeMemory(
+        self,
+        request: kv_transfer_pb2.DescribeMemoryRequest,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> kv_transfer_pb2.DescribeMemoryResponse:
+        """Says how the blocks may be read."""
+        try:
+            offer = self._sender.describe(BootEpoch(request.boot_epoch))
+        except PacelineError as error:
+            await abort_with(context, error)
+        return offer_to_proto(offer)
 
     async def LeasePrefix(
         self,

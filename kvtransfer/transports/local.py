@@ -6,6 +6,7 @@ from kvtransfer.chunks import KvMessage, LeaseState
 from kvtransfer.sender import KVSender
 from paceline.core.block_hash import BlockHash
 from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
 
 
@@ -16,9 +17,17 @@ class LocalTransport:
         self._sender = sender
         self._fingerprint = fingerprint
 
-    def pull(self, ticket: KvTicket, held_hashes: Sequence[BlockHash]) -> AsyncGenerator[KvMessage, None]:
+    def pull(
+        self,
+        ticket: KvTicket,
+        held_hashes: Sequence[BlockHash],
+        into: Sequence[BlockId],  # noqa: ARG002 - see KVTransport
+    ) -> AsyncGenerator[KvMessage, None]:
         """The blocks after the held ones, then the end."""
         return self._sender.pull(ticket.lease_id, ticket.boot_epoch, self._fingerprint, held_hashes)
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """Nothing but the receiver writes."""
 
     async def renew(self, ticket: KvTicket) -> LeaseState:
         """Keeps the lease alive."""

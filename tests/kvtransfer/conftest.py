@@ -1,4 +1,4 @@
-"""Owners of leases, reached in process and over a real gRPC server."""
+"""Owners of leases, reached in process, over a real gRPC server, and through what such a server says of their memory."""
 
 from collections.abc import AsyncIterator
 
@@ -9,10 +9,12 @@ from kvtransfer.service import KvTransferServicer
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.local import LocalTransport
+from kvtransfer.transports.negotiated import NegotiatedTransport
+from kvtransfer.transports.shm import SharedMemory
 from paceline.core.clock import ManualClock
 from paceline.runtime.channels import Channels
 from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
-from tests.kvtransfer.hand_over import FINGERPRINT, Owner
+from tests.kvtransfer.hand_over import BLOCK_BYTES, FINGERPRINT, NUM_POOL_BLOCKS, HookedStore, Owner
 
 
 @pytest.fixture
@@ -25,6 +27,12 @@ def clock() -> ManualClock:
 def owner(clock: ManualClock) -> Owner:
     """A worker with leases of 30 s."""
     return Owner(clock)
+
+
+@pytest.fixture
+def store() -> HookedStore:
+    """Where a test receives."""
+    return HookedStore(NUM_POOL_BLOCKS, BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -52,10 +60,19 @@ async def grpc_transport(server: grpc.aio.Server, channels: Channels) -> GrpcTra
     return GrpcTransport(channels, FINGERPRINT)
 
 
-@pytest.fixture(params=["local", "grpc"])
+@pytest.fixture
+async def shm_transport(grpc_transport: GrpcTransport) -> AsyncIterator[NegotiatedTransport]:
+    """Shared memory or nothing."""
+    transport = NegotiatedTransport(grpc_transport, [SharedMemory(grpc_transport)], is_required=True)
+    yield transport
+    assert {name for name, stats in transport.stats().items() if stats.num_pulls} <= {"shm"}
+    await transport.aclose()
+
+
+@pytest.fixture(params=["local", "grpc", "shm"])
 def transport(request: pytest.FixtureRequest, owner: Owner) -> KVTransport:
     """Every transport; a test that takes it is a promise that each of them keeps."""
     if request.param == "local":
         return LocalTransport(owner.sender, FINGERPRINT)
-    grpc_transport: GrpcTransport = request.getfixturevalue("grpc_transport")
-    return grpc_transport
+    transport: KVTransport = request.getfixturevalue(f"{request.param}_transport")
+    return transport
