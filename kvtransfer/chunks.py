@@ -7,7 +7,7 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken
 
 # Large enough that the cost of a message vanishes, far below gRPC's limit of 4 MiB.
-MAX_CHUNK_BYTES = 512 * 1024
+MAX_CHUNK_BYTES = 1024 * 1024
 # Blocks that one message names: some 20 bytes each.
 MAX_REFERENCES = 256
 
@@ -16,7 +16,8 @@ MAX_REFERENCES = 256
 class KvChunk:
     """Part of one block: `data` begins `offset` bytes into block `ordinal` of the lease.
 
-    `checksum` is that of the whole block as it was when it was computed.
+    `checksum` is that of the whole block as it was when it was computed. `data` may be a view of memory that changes: take it
+    before the next message is asked for.
     """
 
     ordinal: int

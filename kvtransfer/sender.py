@@ -53,7 +53,8 @@ class KVSender:
     ) -> AsyncGenerator[KvChunk | PullEnd, None]:
         """The blocks after the held ones, in order, each as soon as it is computed; then the end.
 
-        May be asked again for the same lease. Raises KvError or FingerprintMismatchError.
+        A piece is a view of the pool, good until the loop runs again. May be asked again for the same lease. Raises KvError or
+        FingerprintMismatchError.
         """
         lease = self._open(lease_id, boot_epoch, fingerprint, held_hashes)
         for ordinal in range(len(held_hashes), lease.num_blocks):
@@ -123,13 +124,11 @@ class KVSender:
             raise KvLostError("the worker that granted this lease has restarted since; prefill again")
 
     def _chunk(self, lease: Lease, ordinal: int, offset: int, block: ReadyBlock) -> KvChunk:
-        # Asked and copied in one step: the reader may have kept us waiting since the last chunk, and a block that is
-        # not held any more may already be another request's.
+        # Asked and, by whoever takes it, copied in one step: the reader may have kept us waiting since the last chunk, and a
+        # block that is not held any more may already be another request's.
         self._leases.require_held(lease)
         content = self._store.read(block.block_id)
-        return KvChunk(
-            ordinal, offset, bytes(content[offset : offset + self._max_chunk_bytes]), block.checksum
-        )
+        return KvChunk(ordinal, offset, content[offset : offset + self._max_chunk_bytes], block.checksum)
 
 
 def _references(lease: Lease, first: int) -> tuple[KvReference, ...]:

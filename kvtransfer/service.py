@@ -8,14 +8,25 @@ import grpc
 
 from kvtransfer.chunks import KvChunk, ReferenceMessage
 from kvtransfer.lending import PrefixLender, PrefixRequest
+from kvtransfer.pull_codec import PULL_METHOD, encode
 from kvtransfer.sender import KVSender
-from kvtransfer.wire import lease_state_to_proto, message_to_proto, offer_to_proto
+from kvtransfer.wire import lease_state_to_proto, offer_to_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
 from paceline.runtime.grpc_status import abort_with
 from paceline.runtime.wire_internal import fingerprint_from_proto, ticket_to_proto
 from paceline.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+
+
+def add_kv_transfer_service(servicer: "KvTransferServicer", server: grpc.aio.Server) -> None:
+    """Puts the service on a server, with our own bytes for the messages of Pull: the handler that comes last is taken."""
+    kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
+    pull: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        servicer.Pull, request_deserializer=kv_transfer_pb2.PullRequest.FromString
+    )
+    service, _, method = PULL_METHOD[1:].partition("/")
+    server.add_registered_method_handlers(service, {method: pull})
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
@@ -25,9 +36,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._sender = sender
         self._lender = lender
 
-    async def Pull(
+    async def Pull(  # type: ignore[override] # its messages are bytes already, see add_kv_transfer_service
         self, request: kv_transfer_pb2.PullRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[kv_transfer_pb2.PullResponse]:
+    ) -> AsyncIterator[bytes]:
         """Streams the blocks of a lease, or where they lie."""
         pull = self._sender.pull_references if request.by_reference else self._sender.pull
         messages: AsyncGenerator[KvChunk | ReferenceMessage, None] = pull(
@@ -39,7 +50,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    yield message_to_proto(message)
+                    yield encode(message)
         except PacelineError as error:
             await abort_with(context, error)
 

@@ -8,12 +8,8 @@ import grpc
 
 from kvtransfer.chunks import KvMessage, LeaseState, ReferenceMessage
 from kvtransfer.offer import MemoryOffer
-from kvtransfer.wire import (
-    lease_state_from_proto,
-    message_from_proto,
-    offer_from_proto,
-    reference_message_from_proto,
-)
+from kvtransfer.pull_codec import PULL_METHOD, decode, decode_references
+from kvtransfer.wire import lease_state_from_proto, offer_from_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import FingerprintMismatchError, KvError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
@@ -55,7 +51,7 @@ class GrpcTransport:
         """The blocks after the held ones, then the end."""
         async with aclosing(self._responses(ticket, held_hashes, by_reference=False)) as responses:
             async for response in responses:
-                yield message_from_proto(response)
+                yield decode(response)
 
     async def pull_references(
         self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
@@ -63,7 +59,7 @@ class GrpcTransport:
         """Where the blocks after the held ones lie, then the end; for transports that read the owner's pool themselves."""
         async with aclosing(self._responses(ticket, held_hashes, by_reference=True)) as responses:
             async for response in responses:
-                yield reference_message_from_proto(response)
+                yield decode_references(response)
 
     async def describe(self, ticket: KvTicket) -> MemoryOffer:
         """Which ways into its pool the ticket's owner offers, in this life of its."""
@@ -79,7 +75,7 @@ class GrpcTransport:
 
     async def _responses(
         self, ticket: KvTicket, held_hashes: Sequence[BlockHash], *, by_reference: bool
-    ) -> AsyncGenerator[kv_transfer_pb2.PullResponse, None]:
+    ) -> AsyncGenerator[bytes, None]:
         request = kv_transfer_pb2.PullRequest(
             lease_id=ticket.lease_id,
             boot_epoch=ticket.boot_epoch,
@@ -87,7 +83,10 @@ class GrpcTransport:
             held_hashes=held_hashes,
             by_reference=by_reference,
         )
-        call = self._stub(ticket).Pull(request, timeout=self._pull_timeout_s)
+        # Not by the stub, whose messages are copied into protobuf's memory.
+        channel = self._channels.get(ticket.owner_address)
+        pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(PULL_METHOD)
+        call = pull(request.SerializeToString(), timeout=self._pull_timeout_s)
         try:
             async for response in call:
                 yield response

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.local import LocalTransport
@@ -13,7 +13,6 @@ from kvtransfer.transports.negotiated import NegotiatedTransport
 from kvtransfer.transports.shm import SharedMemory
 from paceline.core.clock import ManualClock
 from paceline.runtime.channels import Channels
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from tests.kvtransfer.hand_over import BLOCK_BYTES, FINGERPRINT, NUM_POOL_BLOCKS, HookedStore, Owner
 
 
@@ -47,7 +46,7 @@ async def channels() -> AsyncIterator[Channels]:
 async def server(owner: Owner) -> AsyncIterator[grpc.aio.Server]:
     """The owner, served on a port of this machine that `owner.address` then names."""
     server = grpc.aio.server()
-    add_KvTransferServiceServicer_to_server(KvTransferServicer(owner.sender), server)
+    add_kv_transfer_service(KvTransferServicer(owner.sender), server)
     owner.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     yield server

@@ -15,7 +15,7 @@ from kvtransfer.leases import LeaseTable
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.local import LocalTransport
@@ -27,7 +27,6 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixOwner
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId, WorkerId
 from paceline.runtime.channels import Channels
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from tests.kvtransfer.hand_over import FINGERPRINT, INTO, Owner, contents, random_store
 
 
@@ -142,7 +141,7 @@ async def test_no_message_is_larger_than_the_limit(owner: Owner, grpc_transport:
 
 async def _serve(owner: Owner, sender: KVSender) -> grpc.aio.Server:
     server = grpc.aio.server()
-    add_KvTransferServiceServicer_to_server(KvTransferServicer(sender), server)
+    add_kv_transfer_service(KvTransferServicer(sender), server)
     owner.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     return server

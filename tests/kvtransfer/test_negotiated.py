@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.offer import MemoryOffer
 from kvtransfer.receiver import KVReceiver
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport, TransportBrokenError
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.grpc import GrpcTransport
@@ -23,7 +23,6 @@ from paceline.core.request import BootEpoch
 from paceline.runtime.channels import Channels
 from paceline.runtime.pool_memory import SharedMemoryOffer
 from paceline.v1 import kv_transfer_pb2
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from tests.kvtransfer.hand_over import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -196,7 +195,7 @@ async def test_a_handshake_that_fails_is_no_failure(
             raise NotImplementedError
 
     older = Older(owner.sender)
-    add_KvTransferServiceServicer_to_server(older, server)
+    add_kv_transfer_service(older, server)
     owner.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     over_grpc = GrpcTransport(channels, FINGERPRINT)
