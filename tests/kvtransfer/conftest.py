@@ -8,6 +8,7 @@ import pytest
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.late import LateTransport
 from kvtransfer.transports.local import LocalTransport
 from kvtransfer.transports.negotiated import NegotiatedTransport
 from kvtransfer.transports.shm import SharedMemory
@@ -68,10 +69,12 @@ async def shm_transport(grpc_transport: GrpcTransport) -> AsyncIterator[Negotiat
     await transport.aclose()
 
 
-@pytest.fixture(params=["local", "grpc", "shm"])
-def transport(request: pytest.FixtureRequest, owner: Owner) -> KVTransport:
+@pytest.fixture(params=["local", "late", "grpc", "shm"])
+def transport(request: pytest.FixtureRequest, owner: Owner, store: HookedStore) -> KVTransport:
     """Every transport; a test that takes it is a promise that each of them keeps."""
     if request.param == "local":
         return LocalTransport(owner.sender, FINGERPRINT)
+    if request.param == "late":
+        return LateTransport(owner.sender, FINGERPRINT, owner.store, store)
     transport: KVTransport = request.getfixturevalue(f"{request.param}_transport")
     return transport
