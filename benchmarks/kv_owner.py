@@ -3,8 +3,11 @@
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import sys
+import time
+from collections.abc import Callable
 
 from kvtransfer.block_store import MemoryBlockStore
 from kvtransfer.leases import LeaseTable
@@ -12,11 +15,14 @@ from kvtransfer.lending import PrefixRequest
 from kvtransfer.offer import MemoryOffer
 from kvtransfer.sender import KVSender
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
+from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.nixl import Nixl
 from paceline.core.block_hash import BlockHash
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import BootEpoch, RequestId, SequenceId, WorkerId
 from paceline.core.ticket import KvTicket, ReadyBlock
+from paceline.runtime.channels import Channels
 from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.server import GrpcServer
 from paceline.v1 import kv_transfer_pb2
@@ -36,12 +42,15 @@ class BlockLender:
         fill(store, num_blocks)
         order = random.Random(1).sample(range(num_blocks), num_blocks)  # noqa: S311 - an order, no secret
         self._blocks = [ReadyBlock(BlockId(index), store.checksum(BlockId(index))) for index in order]
+        nixl = open_nixl("owner", store, lambda: self._leases.stats().num_active > 0)
         self.sender = KVSender(
             self._leases,
             store,
             FINGERPRINT,
             BOOT_EPOCH,
-            offer=MemoryOffer(num_blocks, block_bytes, store.pool.offer),
+            offer=MemoryOffer(
+                num_blocks, block_bytes, store.pool.offer, None if nixl is None else nixl.offer
+            ),
             max_chunk_bytes=message_bytes,
         )
 
@@ -65,6 +74,14 @@ class BlockLender:
             block_hashes=hashes,
             num_blocks=len(blocks),
         )
+
+
+def open_nixl(name: str, store: MemoryBlockStore, is_read: Callable[[], bool]) -> Nixl | None:
+    """An agent for the store, where NIXL is installed."""
+    if not Nixl.is_installed():
+        return None
+    agent, grpc = f"{name}-{os.getpid()}-{time.time_ns()}", GrpcTransport(Channels(), FINGERPRINT)
+    return Nixl.open(agent, store.pool, store.block_bytes, grpc, is_read)
 
 
 def fill(store: MemoryBlockStore, num_blocks: int) -> None:

@@ -4,6 +4,7 @@ What is timed is a whole hand-over of blocks that are all computed: pull, copy i
 """
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from kvtransfer.receiver import KVReceiver
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.negotiated import NegotiatedTransport
+from kvtransfer.transports.nixl import Nixl
 from kvtransfer.transports.shm import SharedMemory
 from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
@@ -81,13 +83,13 @@ async def _measure(block_bytes: int, message_bytes: int, say: Callable[[str], No
     source = MemoryBlockStore(num_blocks, block_bytes)
     fill(source, num_blocks)
     fill(store, num_blocks)
-    async with _owner(num_blocks, block_bytes, message_bytes) as (channels, address):
-        ways = _ways(channels)
+    async with running_owner(num_blocks, block_bytes, message_bytes) as owner:
+        ways = _ways(owner.channels, store)
         rates: dict[str, list[float]] = {name: [] for name in ("memcpy", *ways)}
         for _ in range(_NUM_WARM_UP + _NUM_ROUNDS):
             rates["memcpy"].append(_timed_copy(source, store, num_blocks))
             for name, way in ways.items():
-                rates[name].append(await _timed_hand_over(way, channels, address, store, num_blocks))
+                rates[name].append(await _timed_hand_over(way, owner, store, num_blocks))
     return list(_rows(rates, block_bytes, message_bytes))
 
 
@@ -99,10 +101,15 @@ def _rows(rates: dict[str, list[float]], block_bytes: int, message_bytes: int) -
         yield Row(name, block_bytes, message_bytes, median(rounds), min(rounds), max(rounds), beside)
 
 
-def _ways(channels: Channels) -> dict[str, KVTransport]:
+def _ways(channels: Channels, store: MemoryBlockStore) -> dict[str, KVTransport]:
     over_grpc = GrpcTransport(channels, FINGERPRINT)
     shm = NegotiatedTransport(over_grpc, [SharedMemory(over_grpc)], is_required=True)
-    return {"shm": shm, "grpc": over_grpc}
+    ways: dict[str, KVTransport] = {"shm": shm, "grpc": over_grpc}
+    if Nixl.is_installed():
+        agent = f"receiver-{os.getpid()}-{time.time_ns()}"
+        nixl = Nixl.open(agent, store.pool, store.block_bytes, over_grpc, lambda: False)
+        ways["nixl"] = NegotiatedTransport(over_grpc, [nixl], is_required=True)
+    return ways
 
 
 # -- one round
@@ -117,29 +124,39 @@ def _timed_copy(source: MemoryBlockStore, target: MemoryBlockStore, num_blocks: 
 
 
 async def _timed_hand_over(
-    transport: KVTransport, channels: Channels, address: str, store: MemoryBlockStore, num_blocks: int
+    transport: KVTransport, owner: "Owner", store: MemoryBlockStore, num_blocks: int
 ) -> float:
     """GB/s of a whole hand-over."""
-    ticket = await _lease(channels, address, num_blocks)
+    ticket = await owner.lease(num_blocks)
     receiver = KVReceiver(transport, store, FINGERPRINT)
     start_s = time.perf_counter()
     received = await receiver.receive(ticket, [BlockId(index) for index in range(num_blocks)], 0)
     return received.num_bytes / (time.perf_counter() - start_s) / 1e9
 
 
-async def _lease(channels: Channels, address: str, num_blocks: int) -> KvTicket:
-    request = kv_transfer_pb2.LeasePrefixRequest(
-        boot_epoch=BOOT_EPOCH, fingerprint=fingerprint_to_proto(FINGERPRINT), token_ids=range(num_blocks)
-    )
-    response = await KvTransferServiceStub(channels.get(address)).LeasePrefix(request, wait_for_ready=True)
-    return ticket_from_proto(response.ticket)
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that has computed blocks."""
+
+    channels: Channels
+    address: str
+    pid: int
+
+    async def lease(self, num_blocks: int) -> KvTicket:
+        """The right to pull so many of them."""
+        request = kv_transfer_pb2.LeasePrefixRequest(
+            boot_epoch=BOOT_EPOCH, fingerprint=fingerprint_to_proto(FINGERPRINT), token_ids=range(num_blocks)
+        )
+        stub = KvTransferServiceStub(self.channels.get(self.address))
+        response = await stub.LeasePrefix(request, wait_for_ready=True)
+        return ticket_from_proto(response.ticket)
 
 
 @asynccontextmanager
-async def _owner(
-    num_blocks: int, block_bytes: int, message_bytes: int
-) -> AsyncGenerator[tuple[Channels, str], None]:
-    """A process with as many blocks, and where it listens."""
+async def running_owner(
+    num_blocks: int, block_bytes: int, message_bytes: int = MAX_CHUNK_BYTES
+) -> AsyncGenerator[Owner, None]:
+    """A process with as many blocks; it ends with the body."""
     with tempfile.TemporaryDirectory(prefix=".paceline-bench-") as directory:
         address = f"unix:{Path(directory) / 'owner.sock'}"
         command = (sys.executable, "-P", "-m", "benchmarks.kv_owner", "--listen", address)
@@ -147,7 +164,7 @@ async def _owner(
         owner = subprocess.Popen((*command, *map(str, sizes)), stdin=subprocess.PIPE)  # noqa: ASYNC220 - it starts in a moment
         channels = Channels()
         try:
-            yield channels, address
+            yield Owner(channels, address, owner.pid)
         finally:
             await channels.aclose()
             owner.communicate()

@@ -108,7 +108,7 @@ class UpConfig:
     kv_transport: str = option(
         "auto",
         "how blocks pass between workers; auto: shared memory, else NIXL where it is installed, else gRPC",
-        choices=("auto", "grpc", "shm"),
+        choices=("auto", "grpc", "shm", "nixl"),
     )
     mla: str = option(
         "expanded",

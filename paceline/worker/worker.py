@@ -122,7 +122,12 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
     memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
     transport = WorkerTransport(
-        config.kv_transport, GrpcTransport(channels, fingerprint), memory, loaded.capacity.num_blocks
+        config.kv_transport,
+        GrpcTransport(channels, fingerprint),
+        memory,
+        loaded.capacity.num_blocks,
+        agent=f"{key.worker_id}-{key.boot_epoch:016x}",
+        is_read=lambda: leases.stats().num_active > 0,
     )
     loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES)
     sweeper = asyncio.create_task(sweep_forever(leases))

@@ -1,10 +1,12 @@
 """How blocks pass between real processes: through shared memory, or over gRPC where that is forced."""
 
 import asyncio
+import importlib.util
 from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import ProcessLostError
 from tests.cluster.scraping import Scrape, moved, scrape, series
 from tests.cluster.support import Cluster, fake_tokens, random_prompts, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
@@ -50,3 +52,26 @@ async def test_grpc_can_be_forced(tmp_path: Path, tiny_tokenizer_dir: Path) -> N
 
 def _pulls(found: Scrape, transport: str) -> float:
     return found[series("kv_transport_pulls_total", transport=transport)]
+
+
+async def test_nixl_can_be_forced(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Where it is installed; every block passes by it, and the tokens are right."""
+    pytest.importorskip("nixl_cu12", reason="NIXL is an optional extra, and is not installed")
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", kv_transport="nixl"
+    ) as cluster:
+        await _serve(cluster, seed=43)
+        found = await scrape(cluster, "decode-0")
+        assert _pulls(found, "nixl") >= 12
+        assert _pulls(found, "grpc") == 0
+        await cluster.until_idle()
+        assert "kv_transport_fallback" not in cluster.logs()
+
+
+async def test_a_way_that_is_not_there_is_refused_at_start(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """The message says which, and what to do."""
+    if importlib.util.find_spec("nixl_cu12") is not None:
+        pytest.skip("NIXL is installed here")
+    with pytest.raises(ProcessLostError, match="--kv-transport nixl"):
+        async with running_cluster(tmp_path, tiny_tokenizer_dir, runner="fake", kv_transport="nixl"):
+            pass

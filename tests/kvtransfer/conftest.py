@@ -1,16 +1,19 @@
 """Owners of leases, reached in process, over a real gRPC server, and through what such a server says of their memory."""
 
+import secrets
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
+from kvtransfer.offer import MemoryOffer
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
 from kvtransfer.transports.late import LateTransport
 from kvtransfer.transports.local import LocalTransport
 from kvtransfer.transports.negotiated import NegotiatedTransport
+from kvtransfer.transports.nixl import Nixl
 from kvtransfer.transports.shm import SharedMemory
 from paceline.core.clock import ManualClock
 from paceline.runtime.channels import Channels
@@ -69,7 +72,26 @@ async def shm_transport(grpc_transport: GrpcTransport) -> AsyncIterator[Negotiat
     await transport.aclose()
 
 
-@pytest.fixture(params=["local", "late", "grpc", "shm"])
+@pytest.fixture
+async def nixl_transport(
+    owner: Owner, store: HookedStore, grpc_transport: GrpcTransport
+) -> AsyncIterator[NegotiatedTransport]:
+    """NIXL or nothing; the owner has an agent of its own."""
+    pytest.importorskip("nixl_cu12", reason="NIXL is an optional extra, and is not installed")
+    agents = [
+        Nixl.open(f"{name}-{secrets.token_hex(8)}", each.pool, BLOCK_BYTES, grpc_transport, lambda: True)
+        for name, each in (("owner", owner.store), ("receiver", store))
+    ]
+    theirs, ours = agents
+    owner.offer(MemoryOffer(NUM_POOL_BLOCKS, BLOCK_BYTES, nixl=theirs.offer))
+    transport = NegotiatedTransport(grpc_transport, [ours], is_required=True)
+    yield transport
+    assert {name for name, stats in transport.stats().items() if stats.num_pulls} <= {"nixl"}
+    await transport.aclose()
+    await theirs.aclose()
+
+
+@pytest.fixture(params=["local", "late", "grpc", "shm", "nixl"])
 def transport(request: pytest.FixtureRequest, owner: Owner, store: HookedStore) -> KVTransport:
     """Every transport; a test that takes it is a promise that each of them keeps."""
     if request.param == "local":
