@@ -9,10 +9,10 @@ from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.transports.late import LateTransport
 from tests.decode_service.pair import SPEC, Pair, kinds_of, token_ids_of
-from tests.decode_service.test_recalls import _hand_over, _require_outputs
-from tests.decode_service.test_recalls import pair as narrow_pair
 from tests.factories import make_spec
 from tests.worker.bench import NUM_BLOCKS, output_of, until
+from tests.worker.test_recalls import _hand_over, _require_outputs
+from tests.worker.test_recalls import pair as narrow_pair
 
 __all__ = ["narrow_pair"]
 
@@ -114,7 +114,7 @@ async def test_a_recall_goes_on_only_when_nothing_writes_any_more(narrow_pair: P
     await until(lambda: pair.prefill.leases.stats().num_released == 2)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert pair.session._recalls._tasks, "the loan is over, and its blocks are not"
+    assert pair.session._recalls._pulls, "the loan is over, and its blocks are not"
     engine.gate.set()
     await _require_outputs(pair, num_recalled=0)
     await pair.require_empty()
