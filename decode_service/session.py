@@ -5,7 +5,9 @@ import time
 from collections.abc import Sequence
 
 from decode_service.outbox import Outbox, tokens_to_proto
+from decode_service.quarantine import Quarantine
 from paceline.core.errors import DeadlineError, PacelineError
+from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixOwner
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
@@ -35,6 +37,7 @@ class DecodeSession:
         self._live: dict[SequenceId, set[int]] = {}
         self._reservations: dict[SequenceId, asyncio.Future[Reserved]] = {}
         self._hand_overs: dict[SequenceId, asyncio.Task[None]] = {}
+        self._quarantine = Quarantine(worker)
         self._recalls = Recalls(worker, self._release_recalled)
         self._outbox = Outbox()
 
@@ -79,7 +82,7 @@ class DecodeSession:
         return await self._outbox.take()
 
     async def aclose(self) -> None:
-        """Gives up every sequence; returns when no hand-over and no recall writes any more."""
+        """Gives up every sequence; returns when no hand-over and no recall is under way any more."""
         hand_overs = list(self._hand_overs.values())
         for sequence_id in list(self._live):
             self._give_up(sequence_id)
@@ -105,24 +108,25 @@ class DecodeSession:
     async def _hand_over(self, spec: SequenceSpec, ticket: KvTicket) -> None:
         """Reserves blocks, has them filled, commits; the sequence is released here if any of that fails.
 
-        It is released only after the receiver has returned: until then the receiver may write to its blocks.
+        The router hears of a failure at once. The sequence is released when nothing writes to its blocks any more.
         """
         sequence_id = spec.sequence_id
         deadline_s = deadline_of(spec)
+        block_ids: Sequence[BlockId] = ()
         try:
             async with asyncio.timeout_at(deadline_s), self._worker.receiver.hold(ticket) as hand_over:
                 reserved = await self._reserve(spec)
-                started_s = time.monotonic()
-                received = await hand_over.receive(reserved.block_ids, reserved.num_held)
+                block_ids, started_s = reserved.block_ids, time.monotonic()
+                received = await hand_over.receive(block_ids, reserved.num_held)
         except asyncio.CancelledError:
-            self._worker.engine.release(sequence_id)
+            self._quarantine.release_when_settled(sequence_id, block_ids)
             raise
         except TimeoutError:
-            self._worker.engine.release(sequence_id)
+            self._quarantine.release_when_settled(sequence_id, block_ids)
             self._fail_hand_over(sequence_id, DeadlineError("transfer"))
             return
         except Exception as error:  # noqa: BLE001 - whatever it was, the router must hear of it
-            self._worker.engine.release(sequence_id)
+            self._quarantine.release_when_settled(sequence_id, block_ids)
             self._fail_hand_over(sequence_id, error)
             return
         finally:
@@ -160,6 +164,8 @@ class DecodeSession:
         self._send_failed(sequence_id, as_paceline_error(error))
 
     def _give_up(self, sequence_id: SequenceId) -> None:
+        if sequence_id in self._quarantine:
+            return
         live = self._live.pop(sequence_id, set())
         self._recalls.forget(sequence_id)
         hand_over = self._receiving(sequence_id)

@@ -5,6 +5,7 @@ from typing import Protocol
 import xxhash
 
 from paceline.core.kv_layout import BlockId
+from paceline.runtime.pool_memory import PoolMemory
 
 
 class BlockStore(Protocol):
@@ -17,7 +18,7 @@ class BlockStore(Protocol):
     def read(self, block_id: BlockId) -> memoryview:
         """The block's bytes; they stay what they are only as long as the block is held."""
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Puts `data` at `offset` of the block, within its bounds."""
 
     def checksum(self, block_id: BlockId) -> int:
@@ -25,11 +26,12 @@ class BlockStore(Protocol):
 
 
 class MemoryBlockStore:
-    """Blocks in one bytearray; for tests, the local transport and machines without a model."""
+    """Blocks one after the other; for tests, benchmarks and machines without a model."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._view = memoryview(bytearray(num_blocks * block_bytes))
+        self.pool = PoolMemory(num_blocks * block_bytes)
+        self._view = self.pool.buffer
 
     @property
     def block_bytes(self) -> int:
@@ -41,7 +43,7 @@ class MemoryBlockStore:
         start = block_id * self._block_bytes
         return self._view[start : start + self._block_bytes].toreadonly()
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Puts `data` at `offset` of the block."""
         assert 0 <= offset <= offset + len(data) <= self._block_bytes, "a write leaves its block"
         start = block_id * self._block_bytes + offset

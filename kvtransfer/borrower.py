@@ -55,16 +55,20 @@ class PrefixBorrower:
     ) -> int:
         """Fills `block_ids` behind the first `num_held` as far as the owner can; says how many have their content then.
 
-        When it has returned or raised, nothing writes to them any more.
+        When it has returned or raised, nothing writes to them any more. A loan is worth little, and so nobody is told of its
+        failure before that.
         """
         ticket = await self._ask(owner, request)
         if ticket is None:
             return num_held
-        async with self._receiver.hold(ticket) as loan:
-            _require_asked(ticket, block_hashes)
-            if ticket.num_blocks <= num_held:
-                return num_held
-            await loan.receive(block_ids[: ticket.num_blocks], num_held)
+        try:
+            async with self._receiver.hold(ticket) as loan:
+                _require_asked(ticket, block_hashes)
+                if ticket.num_blocks <= num_held:
+                    return num_held
+                await loan.receive(block_ids[: ticket.num_blocks], num_held)
+        finally:
+            await self._receiver.until_settled(block_ids)
         return ticket.num_blocks
 
     async def _ask(self, owner: PrefixOwner, request: PrefixRequest) -> KvTicket | None:

@@ -1,24 +1,46 @@
-"""What travels in a hand-over, as plain values: pieces of blocks, the end, and whether a lease held."""
+"""What travels in a hand-over, as plain values: pieces of blocks or where they lie, the end, and whether a lease held."""
 
 import enum
 from dataclasses import dataclass
 
+from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken
 
 # Large enough that the cost of a message vanishes, far below gRPC's limit of 4 MiB.
-MAX_CHUNK_BYTES = 512 * 1024
+MAX_CHUNK_BYTES = 1024 * 1024
+# Blocks that one message names: some 20 bytes each.
+MAX_REFERENCES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class KvChunk:
     """Part of one block: `data` begins `offset` bytes into block `ordinal` of the lease.
 
-    `checksum` is that of the whole block as it was when it was computed.
+    `checksum` is that of the whole block as it was when it was computed. `data` may be a view of memory that changes: take it
+    before the next message is asked for.
     """
 
     ordinal: int
     offset: int
-    data: bytes
+    data: bytes | memoryview
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvWritten:
+    """Block `ordinal` of the lease, whole, which an engine has written to its place among the receiver's blocks itself."""
+
+    ordinal: int
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvReference:
+    """Where block `ordinal` of the lease lies in its owner's pool; nobody else's as long as the lease holds."""
+
+    ordinal: int
+    block_id: BlockId
     checksum: int
 
 
@@ -29,7 +51,10 @@ class PullEnd:
     first_tokens: tuple[FirstToken, ...]
 
 
-KvMessage = KvChunk | PullEnd
+# What a receiver gets of a transport.
+KvMessage = KvChunk | KvWritten | PullEnd
+# What an owner says to a transport that reads its blocks itself.
+ReferenceMessage = tuple[KvReference, ...] | PullEnd
 
 
 class LeaseState(enum.Enum):

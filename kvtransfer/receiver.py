@@ -4,12 +4,13 @@ It knows no engine: the caller reserves the blocks before, and commits or frees 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvtransfer.block_store import BlockStore
-from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
+from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
 from kvtransfer.keep_alive import keep_alive
 from kvtransfer.landing import Landing
 from kvtransfer.transports.base import KVTransport
@@ -45,8 +46,9 @@ class ReceivedKv:
 class KVReceiver:
     """Receives hand-overs, any number at a time. Raises KvError or FingerprintMismatchError, nothing else of its own.
 
-    When `receive` returns, every block holds exactly what its owner computed, and the owner has let go of its copy.
-    When it raises, the reserved blocks hold rubbish. After either, nothing writes to them any more.
+    When `receive` returns, every block holds exactly what its owner computed, the owner has let go of its copy, and nothing
+    writes to the blocks any more. When it raises, the reserved blocks hold rubbish, and an engine that writes in place may
+    go on for a while: `when_settled` and `until_settled` say when they can be used for something else.
     """
 
     def __init__(
@@ -83,6 +85,20 @@ class KVReceiver:
             if not hand_over.is_received:
                 await self._give_back(ticket)
 
+    def when_settled(self, block_ids: Sequence[BlockId], then: Callable[[], None]) -> None:
+        """After a hand-over into these blocks: calls `then` as soon as nothing writes to them any more, which may be now."""
+        settling = self._transport.settling(block_ids)
+        if settling is None:
+            then()
+        else:
+            settling.add_done_callback(lambda _: then())
+
+    async def until_settled(self, block_ids: Sequence[BlockId]) -> None:
+        """Returns when nothing writes to these blocks any more. A cancel meanwhile comes after that."""
+        settling = self._transport.settling(block_ids)
+        if settling is not None:
+            await _outlasted(settling)
+
     async def _give_back(self, ticket: KvTicket) -> None:
         """Ends the lease, also when we are cancelled again meanwhile; if that fails, its clock ends it."""
         release = asyncio.create_task(self._release_quietly(ticket))
@@ -107,6 +123,7 @@ class HandOver:
         self._transport = transport
         self._store = store
         self._times = times
+        self._last_message_s = 0.0
 
     async def receive(self, block_ids: Sequence[BlockId], num_held: int) -> ReceivedKv:
         """Fills `block_ids`, one for each block of the ticket in order, apart from the first `num_held`.
@@ -116,37 +133,51 @@ class HandOver:
         assert len(block_ids) == self._ticket.num_blocks, "reserve one block for each of the ticket's"
         assert 0 <= num_held <= len(self._ticket.block_hashes), "only full blocks can be held"
         landing = Landing(self._store, block_ids, num_held)
-        first_tokens = await self._pull(num_held, landing)
+        messages = self._transport.pull(self._ticket, self._ticket.block_hashes[:num_held], block_ids)
+        pulling = asyncio.create_task(self._land(messages, landing))
+        try:
+            await self._until_done(pulling)
+        finally:
+            await _cancelled(pulling)
+        first_tokens = pulling.result()
         await self._confirm()
         self.is_received = True
         return ReceivedKv(first_tokens, len(block_ids) - num_held, landing.num_bytes)
 
-    async def _pull(self, num_held: int, landing: Landing) -> tuple[FirstToken, ...]:
-        held_hashes = self._ticket.block_hashes[:num_held]
-        async with aclosing(self._transport.pull(self._ticket, held_hashes)) as messages:
-            while isinstance(message := await self._next(messages), KvChunk):
-                landing.write(message)
-        landing.require_all()
-        return message.first_tokens
+    async def _land(
+        self, messages: AsyncGenerator[KvMessage, None], landing: Landing
+    ) -> tuple[FirstToken, ...]:
+        """In one task, however many messages come."""
+        self._note_message()
+        async with aclosing(messages):
+            async for message in messages:
+                self._note_message()
+                if isinstance(message, PullEnd):
+                    landing.require_all()
+                    return message.first_tokens
+                try:
+                    landing.take(message)
+                except KvError as error:
+                    # The transport hears of it too: it may know another way for the next time.
+                    await messages.athrow(error)
+        raise KvLostError("the blocks stopped before their end; prefill again")
 
-    async def _next(self, messages: AsyncGenerator[KvMessage, None]) -> KvMessage:
-        """The next message. A chunk may take long to compute, behind others; but the owner must be there meanwhile."""
-        arriving = asyncio.ensure_future(anext(messages, None))
-        try:
-            await self._until_done(arriving)
-        finally:
-            await _cancelled(arriving)
-        message = arriving.result()
-        if message is None:
-            raise KvLostError("the blocks stopped before their end; prefill again")
-        return message
+    def _note_message(self) -> None:
+        self._last_message_s = asyncio.get_running_loop().time()
 
-    async def _until_done(self, arriving: "asyncio.Future[KvMessage | None]") -> None:
-        for _ in range(self._times.max_stalls):
-            done, _ = await asyncio.wait({arriving}, timeout=self._times.stall_timeout_s)
+    async def _until_done(self, pulling: "asyncio.Task[tuple[FirstToken, ...]]") -> None:
+        """A chunk may take long to compute, behind others; but the owner must be there meanwhile."""
+        loop, patience_s = asyncio.get_running_loop(), self._times.stall_timeout_s
+        num_stalls, look_s = 0, loop.time() + patience_s
+        while num_stalls < self._times.max_stalls:
+            done, _ = await asyncio.wait({pulling}, timeout=look_s - loop.time())
             if done:
                 return
+            if self._last_message_s + patience_s > loop.time():
+                num_stalls, look_s = 0, self._last_message_s + patience_s
+                continue
             await self._require_owner()
+            num_stalls, look_s = num_stalls + 1, loop.time() + patience_s
         raise KvLostError("the owner answers, but its blocks do not come; prefill again")
 
     async def _require_owner(self) -> None:
@@ -171,7 +202,22 @@ class HandOver:
             raise LeaseExpiredError(f"lease {self._ticket.lease_id} ended before the last byte was safe")
 
 
-async def _cancelled(task: "asyncio.Future[KvMessage | None]") -> None:
-    """Returns when the task has ended, cancelling it if need be: its generator can be closed only then."""
+async def _cancelled(task: "asyncio.Task[tuple[FirstToken, ...]]") -> None:
+    """Returns when the task has ended, cancelling it if need be: until then it may write."""
     task.cancel()
-    await asyncio.wait({task})
+    await _outlasted(task)
+    if not task.cancelled():
+        # Whoever wants to know asks again; nobody may, after another error.
+        task.exception()
+
+
+async def _outlasted(future: "asyncio.Future[Any]") -> None:
+    """Returns when it is done, also when we are cancelled meanwhile; that comes after."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

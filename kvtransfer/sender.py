@@ -3,8 +3,17 @@
 from collections.abc import AsyncGenerator, Sequence
 
 from kvtransfer.block_store import BlockStore
-from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage, LeaseState, PullEnd
+from kvtransfer.chunks import (
+    MAX_CHUNK_BYTES,
+    MAX_REFERENCES,
+    KvChunk,
+    KvReference,
+    LeaseState,
+    PullEnd,
+    ReferenceMessage,
+)
 from kvtransfer.leases import Lease, LeaseTable
+from kvtransfer.offer import MemoryOffer
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError
 from paceline.core.fingerprint import ModelFingerprint
@@ -13,7 +22,10 @@ from paceline.core.ticket import ReadyBlock
 
 
 class KVSender:
-    """Serves the leases of one worker in one of its lives; whoever names another life gets nothing."""
+    """Serves the leases of one worker in one of its lives; whoever names another life gets nothing.
+
+    `offer` says how others may read the blocks themselves; without it they ask for the bytes.
+    """
 
     def __init__(
         self,
@@ -22,12 +34,14 @@ class KVSender:
         fingerprint: ModelFingerprint,
         boot_epoch: BootEpoch,
         *,
+        offer: MemoryOffer | None = None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self._leases = leases
         self._store = store
         self._fingerprint = fingerprint
         self._boot_epoch = boot_epoch
+        self._offer = offer or MemoryOffer(num_blocks=0, block_bytes=store.block_bytes)
         self._max_chunk_bytes = max_chunk_bytes
 
     async def pull(
@@ -36,20 +50,43 @@ class KVSender:
         boot_epoch: BootEpoch,
         fingerprint: ModelFingerprint,
         held_hashes: Sequence[BlockHash],
-    ) -> AsyncGenerator[KvMessage, None]:
+    ) -> AsyncGenerator[KvChunk | PullEnd, None]:
         """The blocks after the held ones, in order, each as soon as it is computed; then the end.
 
-        May be asked again for the same lease. Raises KvError or FingerprintMismatchError.
+        A piece is a view of the pool, good until the loop runs again. May be asked again for the same lease. Raises KvError or
+        FingerprintMismatchError.
         """
-        self._require_epoch(boot_epoch)
-        self._fingerprint.require_same(fingerprint)
-        lease = self._leases.get(lease_id)
-        _require_prefix(lease, held_hashes)
+        lease = self._open(lease_id, boot_epoch, fingerprint, held_hashes)
         for ordinal in range(len(held_hashes), lease.num_blocks):
             block = await self._leases.wait_ready(lease, ordinal)
             for offset in range(0, self._store.block_bytes, self._max_chunk_bytes):
                 yield self._chunk(lease, ordinal, offset, block)
         yield PullEnd(await self._leases.wait_complete(lease))
+
+    async def pull_references(
+        self,
+        lease_id: LeaseId,
+        boot_epoch: BootEpoch,
+        fingerprint: ModelFingerprint,
+        held_hashes: Sequence[BlockHash],
+    ) -> AsyncGenerator[ReferenceMessage, None]:
+        """Like `pull`, but says where the blocks lie, of all that are computed at a time. It names them only while the lease holds.
+
+        What was read is right if the lease then still holds: who reads has it released, and hears whether it did.
+        """
+        lease = self._open(lease_id, boot_epoch, fingerprint, held_hashes)
+        ordinal = len(held_hashes)
+        while ordinal < lease.num_blocks:
+            await self._leases.wait_ready(lease, ordinal)
+            references = _references(lease, ordinal)
+            yield references
+            ordinal += len(references)
+        yield PullEnd(await self._leases.wait_complete(lease))
+
+    def describe(self, boot_epoch: BootEpoch) -> MemoryOffer:
+        """How the blocks may be read; raises KvLostError for another life."""
+        self._require_epoch(boot_epoch)
+        return self._offer
 
     def renew(self, lease_ids: Sequence[LeaseId], boot_epoch: BootEpoch) -> list[LeaseState]:
         """Keeps leases alive."""
@@ -68,20 +105,35 @@ class KVSender:
         if boot_epoch == self._boot_epoch:
             self._leases.release_sequence(sequence_id)
 
+    def _open(
+        self,
+        lease_id: LeaseId,
+        boot_epoch: BootEpoch,
+        fingerprint: ModelFingerprint,
+        held_hashes: Sequence[BlockHash],
+    ) -> Lease:
+        self._require_epoch(boot_epoch)
+        self._fingerprint.require_same(fingerprint)
+        lease = self._leases.get(lease_id)
+        if lease.block_hashes[: len(held_hashes)] != tuple(held_hashes):
+            raise KvLostError("the held blocks are not the first blocks of this lease")
+        return lease
+
     def _require_epoch(self, boot_epoch: BootEpoch) -> None:
         if boot_epoch != self._boot_epoch:
             raise KvLostError("the worker that granted this lease has restarted since; prefill again")
 
     def _chunk(self, lease: Lease, ordinal: int, offset: int, block: ReadyBlock) -> KvChunk:
-        # Asked and copied in one step: the reader may have kept us waiting since the last chunk, and a block that is
-        # not held any more may already be another request's.
+        # Asked and, by whoever takes it, copied in one step: the reader may have kept us waiting since the last chunk, and a
+        # block that is not held any more may already be another request's.
         self._leases.require_held(lease)
         content = self._store.read(block.block_id)
-        return KvChunk(
-            ordinal, offset, bytes(content[offset : offset + self._max_chunk_bytes]), block.checksum
-        )
+        return KvChunk(ordinal, offset, content[offset : offset + self._max_chunk_bytes], block.checksum)
 
 
-def _require_prefix(lease: Lease, held_hashes: Sequence[BlockHash]) -> None:
-    if lease.block_hashes[: len(held_hashes)] != tuple(held_hashes):
-        raise KvLostError("the held blocks are not the first blocks of this lease")
+def _references(lease: Lease, first: int) -> tuple[KvReference, ...]:
+    """From ordinal `first` on, as many as are ready and fit into a message."""
+    ready = lease.ready[first : first + MAX_REFERENCES]
+    return tuple(
+        KvReference(ordinal, block.block_id, block.checksum) for ordinal, block in enumerate(ready, first)
+    )

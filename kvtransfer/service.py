@@ -1,20 +1,32 @@
 """KvTransferService on gRPC: messages in, KVSender, messages out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from kvtransfer.chunks import KvChunk, ReferenceMessage
 from kvtransfer.lending import PrefixLender, PrefixRequest
+from kvtransfer.pull_codec import PULL_METHOD, encode
 from kvtransfer.sender import KVSender
-from kvtransfer.wire import lease_state_to_proto, message_to_proto
+from kvtransfer.wire import lease_state_to_proto, offer_to_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import PacelineError
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId
 from paceline.runtime.grpc_status import abort_with
 from paceline.runtime.wire_internal import fingerprint_from_proto, ticket_to_proto
 from paceline.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+
+
+def add_kv_transfer_service(servicer: "KvTransferServicer", server: grpc.aio.Server) -> None:
+    """Puts the service on a server, with our own bytes for the messages of Pull: the handler that comes last is taken."""
+    kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(servicer, server)
+    pull: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        servicer.Pull, request_deserializer=kv_transfer_pb2.PullRequest.FromString
+    )
+    service, _, method = PULL_METHOD[1:].partition("/")
+    server.add_registered_method_handlers(service, {method: pull})
 
 
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
@@ -24,11 +36,12 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self._sender = sender
         self._lender = lender
 
-    async def Pull(
+    async def Pull(  # type: ignore[override] # its messages are bytes already, see add_kv_transfer_service
         self, request: kv_transfer_pb2.PullRequest, context: "grpc.aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[kv_transfer_pb2.PullResponse]:
-        """Streams the blocks of a lease."""
-        messages = self._sender.pull(
+    ) -> AsyncIterator[bytes]:
+        """Streams the blocks of a lease, or where they lie."""
+        pull = self._sender.pull_references if request.by_reference else self._sender.pull
+        messages: AsyncGenerator[KvChunk | ReferenceMessage, None] = pull(
             LeaseId(request.lease_id),
             BootEpoch(request.boot_epoch),
             fingerprint_from_proto(request.fingerprint),
@@ -37,7 +50,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    yield message_to_proto(message)
+                    yield encode(message)
         except PacelineError as error:
             await abort_with(context, error)
 
@@ -63,6 +76,18 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         lease_ids = [LeaseId(lease_id) for lease_id in request.lease_ids]
         states = self._sender.release(lease_ids, BootEpoch(request.boot_epoch))
         return kv_transfer_pb2.ReleaseLeasesResponse(states=map(lease_state_to_proto, states))
+
+    async def DescribeMemory(
+        self,
+        request: kv_transfer_pb2.DescribeMemoryRequest,
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> kv_transfer_pb2.DescribeMemoryResponse:
+        """Says how the blocks may be read."""
+        try:
+            offer = self._sender.describe(BootEpoch(request.boot_epoch))
+        except PacelineError as error:
+            await abort_with(context, error)
+        return offer_to_proto(offer)
 
     async def LeasePrefix(
         self,

@@ -26,12 +26,13 @@ class EmptyMemory:
     """Blocks without content; all are alike."""
 
     block_bytes = 0
+    pool = None
 
     def read(self, block_id: BlockId) -> memoryview:  # noqa: ARG002 - see BlockMemory
         """Nothing."""
         return _NO_BYTES
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Keeps nothing."""
 
     def copy(self, source: BlockId, target: BlockId) -> None:

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
-from kvtransfer.transports.base import KVTransport
+from kvtransfer.transports.base import KVTransport, TransportBrokenError
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
 
 
@@ -21,6 +22,7 @@ class FaultKind(enum.Enum):
     STALL = "it and all after it never come"
     CUT = "the stream ends before it"
     BREAK = "the stream fails before it"
+    BREAK_WAY = "the stream fails before it, and says that this transport will not do"
     DROP = "it is left out"
     DUPLICATE = "it comes twice"
     REORDER = "it comes after the next one"
@@ -67,12 +69,12 @@ class FaultyTransport:
         self._sleep = sleep
 
     async def pull(
-        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
     ) -> AsyncGenerator[KvMessage, None]:
         """The next transport's messages, damaged."""
         index = 0
         late: list[KvMessage] = []
-        async with aclosing(self._next.pull(ticket, held_hashes)) as messages:
+        async with aclosing(self._next.pull(ticket, held_hashes, into)) as messages:
             async for message in messages:
                 faults = [fault for fault in self._faults if fault.at == index]
                 index += 1
@@ -88,6 +90,10 @@ class FaultyTransport:
                 late.clear()
         for damaged in late:
             yield damaged
+
+    def settling(self, into: Sequence[BlockId]) -> "asyncio.Future[None] | None":
+        """The next transport's."""
+        return self._next.settling(into)
 
     async def renew(self, ticket: KvTicket) -> LeaseState:
         """The next transport's answer, unless it is lost."""
@@ -110,6 +116,8 @@ class FaultyTransport:
                 await self._sleep(fault.delay_s)
             elif fault.kind is FaultKind.STALL:
                 await asyncio.Event().wait()
+            elif fault.kind is FaultKind.BREAK_WAY:
+                raise TransportBrokenError("the transport broke, to plan")
             elif fault.kind is FaultKind.BREAK:
                 raise KvLostError("the stream broke, to plan")
 
@@ -143,7 +151,7 @@ def _truncated(message: KvMessage) -> list[KvMessage]:
 def _corrupted(message: KvMessage) -> list[KvMessage]:
     if not isinstance(message, KvChunk) or not message.data:
         return [message]
-    return [replace(message, data=bytes([message.data[0] ^ 1]) + message.data[1:])]
+    return [replace(message, data=bytes([message.data[0] ^ 1]) + bytes(message.data[1:]))]
 
 
 def _misplaced(message: KvMessage) -> list[KvMessage]:

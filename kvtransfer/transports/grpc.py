@@ -1,15 +1,19 @@
 """A hand-over over gRPC: works between any two workers that reach each other."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.chunks import KvMessage, LeaseState
-from kvtransfer.wire import lease_state_from_proto, message_from_proto
+from kvtransfer.chunks import KvMessage, LeaseState, ReferenceMessage
+from kvtransfer.offer import MemoryOffer
+from kvtransfer.pull_codec import PULL_METHOD, decode, decode_references
+from kvtransfer.wire import lease_state_from_proto, offer_from_proto
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import FingerprintMismatchError, KvError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
@@ -39,19 +43,53 @@ class GrpcTransport:
         self._call_timeout_s = call_timeout_s
 
     async def pull(
-        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+        self,
+        ticket: KvTicket,
+        held_hashes: Sequence[BlockHash],
+        into: Sequence[BlockId],  # noqa: ARG002 - see KVTransport
     ) -> AsyncGenerator[KvMessage, None]:
         """The blocks after the held ones, then the end."""
+        async with aclosing(self._responses(ticket, held_hashes, by_reference=False)) as responses:
+            async for response in responses:
+                yield decode(response)
+
+    async def pull_references(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+    ) -> AsyncGenerator[ReferenceMessage, None]:
+        """Where the blocks after the held ones lie, then the end; for transports that read the owner's pool themselves."""
+        async with aclosing(self._responses(ticket, held_hashes, by_reference=True)) as responses:
+            async for response in responses:
+                yield decode_references(response)
+
+    async def describe(self, ticket: KvTicket) -> MemoryOffer:
+        """Which ways into its pool the ticket's owner offers, in this life of its."""
+        request = kv_transfer_pb2.DescribeMemoryRequest(boot_epoch=ticket.boot_epoch)
+        try:
+            response = await self._stub(ticket).DescribeMemory(request, timeout=self._call_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _kv_error(error, ticket) from error
+        return offer_from_proto(response)
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """Nothing but the receiver writes."""
+
+    async def _responses(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], *, by_reference: bool
+    ) -> AsyncGenerator[bytes, None]:
         request = kv_transfer_pb2.PullRequest(
             lease_id=ticket.lease_id,
             boot_epoch=ticket.boot_epoch,
             fingerprint=self._fingerprint,
             held_hashes=held_hashes,
+            by_reference=by_reference,
         )
-        call = self._stub(ticket).Pull(request, timeout=self._pull_timeout_s)
+        # Not by the stub, whose messages are copied into protobuf's memory.
+        channel = self._channels.get(ticket.owner_address)
+        pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(PULL_METHOD)
+        call = pull(request.SerializeToString(), timeout=self._pull_timeout_s)
         try:
             async for response in call:
-                yield message_from_proto(response)
+                yield response
         except grpc.aio.AioRpcError as error:
             raise _kv_error(error, ticket) from error
         finally:

@@ -1,13 +1,15 @@
 """Counts what passes through a transport, from outside."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from kvtransfer.chunks import KvChunk, KvMessage, LeaseState, PullEnd
+from kvtransfer.chunks import KvChunk, KvMessage, KvWritten, LeaseState, PullEnd
 from kvtransfer.transports.base import KVTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import Clock, monotonic
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
 
 
@@ -22,11 +24,10 @@ class TransportStats:
     pull_duration_s: float = 0.0
 
 
-class InstrumentedTransport:
-    """Passes everything on to the next transport and counts it."""
+class PullCounts:
+    """What was counted; several transports may count together."""
 
-    def __init__(self, next_transport: KVTransport, *, clock: Clock = monotonic) -> None:
-        self._next = next_transport
+    def __init__(self, *, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._num_pulls = 0
         self._num_ended = 0
@@ -34,27 +35,17 @@ class InstrumentedTransport:
         self._num_bytes = 0
         self._pull_duration_s = 0.0
 
-    async def pull(
-        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
-    ) -> AsyncGenerator[KvMessage, None]:
-        """The next transport's messages, counted."""
+    async def counted(self, messages: AsyncGenerator[KvMessage, None]) -> AsyncGenerator[KvMessage, None]:
+        """The messages of one pull, as they are."""
         started_s = self._clock()
         self._num_pulls += 1
         try:
-            async with aclosing(self._next.pull(ticket, held_hashes)) as messages:
+            async with aclosing(messages):
                 async for message in messages:
                     self._count(message)
                     yield message
         finally:
             self._pull_duration_s += self._clock() - started_s
-
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """The next transport's answer."""
-        return await self._next.renew(ticket)
-
-    async def release(self, ticket: KvTicket) -> LeaseState:
-        """The next transport's answer."""
-        return await self._next.release(ticket)
 
     def stats(self) -> TransportStats:
         """What was counted so far."""
@@ -67,8 +58,38 @@ class InstrumentedTransport:
         )
 
     def _count(self, message: KvMessage) -> None:
-        if isinstance(message, PullEnd):
-            self._num_ended += 1
-        elif isinstance(message, KvChunk):
-            self._num_chunks += 1
-            self._num_bytes += len(message.data)
+        match message:
+            case PullEnd():
+                self._num_ended += 1
+            case KvChunk():
+                self._num_chunks += 1
+                self._num_bytes += len(message.data)
+            case KvWritten():
+                self._num_chunks += 1
+                self._num_bytes += message.num_bytes
+
+
+class InstrumentedTransport:
+    """Passes everything on to the next transport and counts it."""
+
+    def __init__(self, next_transport: KVTransport, counts: PullCounts) -> None:
+        self._next = next_transport
+        self._counts = counts
+
+    def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
+    ) -> AsyncGenerator[KvMessage, None]:
+        """The next transport's messages, counted."""
+        return self._counts.counted(self._next.pull(ticket, held_hashes, into))
+
+    def settling(self, into: Sequence[BlockId]) -> "asyncio.Future[None] | None":
+        """The next transport's."""
+        return self._next.settling(into)
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        """The next transport's answer."""
+        return await self._next.renew(ticket)
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """The next transport's answer."""
+        return await self._next.release(ticket)

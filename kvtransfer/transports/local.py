@@ -1,11 +1,14 @@
 """A hand-over inside one process; for tests, and for a worker that is both tiers."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 
-from kvtransfer.chunks import KvMessage, LeaseState
+from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
 from kvtransfer.sender import KVSender
 from paceline.core.block_hash import BlockHash
 from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
 
 
@@ -16,9 +19,20 @@ class LocalTransport:
         self._sender = sender
         self._fingerprint = fingerprint
 
-    def pull(self, ticket: KvTicket, held_hashes: Sequence[BlockHash]) -> AsyncGenerator[KvMessage, None]:
-        """The blocks after the held ones, then the end."""
-        return self._sender.pull(ticket.lease_id, ticket.boot_epoch, self._fingerprint, held_hashes)
+    async def pull(
+        self,
+        ticket: KvTicket,
+        held_hashes: Sequence[BlockHash],
+        into: Sequence[BlockId],  # noqa: ARG002 - see KVTransport
+    ) -> AsyncGenerator[KvMessage, None]:
+        """The blocks after the held ones, then the end; copied, as if they came from elsewhere."""
+        pull = self._sender.pull(ticket.lease_id, ticket.boot_epoch, self._fingerprint, held_hashes)
+        async with aclosing(pull) as messages:
+            async for message in messages:
+                yield message if isinstance(message, PullEnd) else replace(message, data=bytes(message.data))
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """Nothing but the receiver writes."""
 
     async def renew(self, ticket: KvTicket) -> LeaseState:
         """Keeps the lease alive."""

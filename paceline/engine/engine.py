@@ -16,6 +16,7 @@ from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
 from paceline.engine.step_report import Admission, AdmissionLog, StepReport, num_empty_slots
 from paceline.engine.swap import BlockSaver
+from paceline.runtime.pool_memory import PoolMemory
 
 # Counting empty slots takes a look at each sequence's tables; between two looks they change little.
 _LOOK_EVERY_STEPS = 16
@@ -23,6 +24,11 @@ _LOOK_EVERY_STEPS = 16
 
 class BlockMemory(BlockSaver, Protocol):
     """Memory of KV blocks: what a hand-over reads from and writes into, and what is swapped out."""
+
+    @property
+    def pool(self) -> PoolMemory | None:
+        """Where the blocks lie, one after the other, for whoever reads and writes them directly; None on a device."""
+        ...
 
     @property
     def block_bytes(self) -> int:
@@ -33,7 +39,7 @@ class BlockMemory(BlockSaver, Protocol):
         """The block's bytes, valid while the block is held."""
         ...
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Overwrites part of a block."""
         ...
 

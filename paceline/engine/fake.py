@@ -22,6 +22,7 @@ from paceline.engine.step import (
     ScoreTask,
     StepOutput,
 )
+from paceline.runtime.pool_memory import PoolMemory
 
 _SLOT = struct.Struct("<II")  # token id, position
 
@@ -40,14 +41,15 @@ class FakeMemory:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * _SLOT.size
-        self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
+        self.pool = PoolMemory(num_blocks * self.block_bytes)
+        self._bytes = self.pool.buffer
 
     def read(self, block_id: BlockId) -> memoryview:
         """See BlockMemory.read."""
         start = block_id * self.block_bytes
         return self._bytes[start : start + self.block_bytes].toreadonly()
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """See BlockMemory.write."""
         assert offset + len(data) <= self.block_bytes, "a write must stay inside its block"
         start = block_id * self.block_bytes + offset
@@ -55,7 +57,7 @@ class FakeMemory:
 
     def copy(self, source: BlockId, target: BlockId) -> None:
         """See BlockMemory.copy."""
-        self.write(target, 0, bytes(self.read(source)))
+        self.write(target, 0, self.read(source))
 
     def save(self, block_id: BlockId) -> bytes:
         """See BlockSaver.save."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
 from paceline.engine.kv_quant import SCALE_DTYPE, dequantise, quantise
+from paceline.runtime.pool_memory import PoolMemory
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -24,10 +25,10 @@ class KVCache:
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout
         self.block_bytes = layout.block_bytes
-        # Not zeroed: pages are touched when they are first written, and nothing unwritten is ever read.
-        pool = torch.empty(num_blocks, layout.block_bytes, dtype=torch.uint8)
-        self._pool = pool
-        self._bytes = memoryview(pool.view(-1).numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self.pool = PoolMemory(num_blocks * layout.block_bytes)
+        self._bytes = self.pool.buffer
+        pool = torch.frombuffer(self._bytes, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
+        self._blocks = pool
         self._is_quantised = layout.kv_type.scale_bytes > 0
         self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.keys: list[Tensor] = []
@@ -81,7 +82,7 @@ class KVCache:
         start = block_id * self.block_bytes
         return self._bytes[start : start + self.block_bytes].toreadonly()
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Overwrites part of a block."""
         assert offset + len(data) <= self.block_bytes, "a write must stay inside its block"
         start = block_id * self.block_bytes + offset
@@ -89,17 +90,17 @@ class KVCache:
 
     def copy(self, source: BlockId, target: BlockId) -> None:
         """Makes `target` hold what `source` holds."""
-        self.write(target, 0, bytes(self.read(source)))
+        self.write(target, 0, self.read(source))
 
     def save(self, block_id: BlockId) -> Tensor:
         """See BlockSaver.save. From a GPU it goes to pinned memory, so that nobody waits for it."""
-        on_gpu = self._pool.is_cuda
+        on_gpu = self._blocks.is_cuda
         host = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        return host.copy_(self._pool[block_id], non_blocking=on_gpu)
+        return host.copy_(self._blocks[block_id], non_blocking=on_gpu)
 
     def restore(self, saved: Tensor, block_id: BlockId) -> None:
         """See BlockSaver.restore."""
-        self._pool[block_id].copy_(saved, non_blocking=self._pool.is_cuda)
+        self._blocks[block_id].copy_(saved, non_blocking=self._blocks.is_cuda)
 
     def checksum(self, block_id: BlockId) -> int:
         """XXH3-64 of the block's bytes."""

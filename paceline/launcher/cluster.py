@@ -64,7 +64,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
-        *("--exactness", config.exactness, "--runner", config.runner),
+        *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         *("--threads", str(config.threads_per_worker)),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),

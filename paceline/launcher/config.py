@@ -54,6 +54,7 @@ _DECIDED_HERE = frozenset(
         "model",
         "dtype",
         "kv_dtype",
+        "kv_transport",
         "mla",
         "exactness",
         "max_model_len",
@@ -103,6 +104,11 @@ class UpConfig:
     dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
     kv_dtype: str = option(
         "auto", "what the KV cache keeps; auto: as the workers compute", choices=("auto", *KV_TYPES)
+    )
+    kv_transport: str = option(
+        "auto",
+        "how blocks pass between workers; auto: shared memory, else NIXL where it is installed, else gRPC",
+        choices=("auto", "grpc", "shm", "nixl"),
     )
     mla: str = option(
         "expanded",

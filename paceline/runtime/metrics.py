@@ -165,6 +165,18 @@ KV_EVICTIONS = Metric(
     "paceline_kv_evicted_blocks_total", "counter", "Cached blocks taken for something else."
 )
 KV_PULLED = Metric("paceline_kv_pulled_blocks_total", "counter", "Blocks pulled from other workers.")
+KV_TRANSPORT_PULLS = Metric(
+    "paceline_kv_transport_pulls_total",
+    "counter",
+    "Pulls from other workers, by how the blocks came.",
+    ("transport",),
+)
+KV_TRANSPORT_BYTES = Metric(
+    "paceline_kv_transport_bytes_total", "counter", "Bytes of their blocks.", ("transport",)
+)
+KV_TRANSPORT_FALLBACKS = Metric(
+    "paceline_kv_transport_fallbacks_total", "counter", "Times that gRPC took over from a way that failed."
+)
 LEASES = Metric("paceline_leases_active", "gauge", "Leases that are out on this worker's blocks.")
 LEASES_EXPIRED = Metric("paceline_leases_expired_total", "counter", "Leases whose blocks nobody fetched.")
 

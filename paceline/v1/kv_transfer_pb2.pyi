@@ -18,24 +18,28 @@ LEASE_STATE_VALID: LeaseState
 LEASE_STATE_EXPIRED: LeaseState
 
 class PullRequest(_message.Message):
-    __slots__ = ("lease_id", "boot_epoch", "fingerprint", "held_hashes")
+    __slots__ = ("lease_id", "boot_epoch", "fingerprint", "held_hashes", "by_reference")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     HELD_HASHES_FIELD_NUMBER: _ClassVar[int]
+    BY_REFERENCE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     boot_epoch: int
     fingerprint: _engine_pb2.ModelFingerprint
     held_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, lease_id: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., held_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    by_reference: bool
+    def __init__(self, lease_id: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., held_hashes: _Optional[_Iterable[bytes]] = ..., by_reference: _Optional[bool] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("chunk", "end")
+    __slots__ = ("chunk", "end", "references")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    REFERENCES_FIELD_NUMBER: _ClassVar[int]
     chunk: KvChunk
     end: PullEnd
-    def __init__(self, chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ...) -> None: ...
+    references: KvReferences
+    def __init__(self, chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ..., references: _Optional[_Union[KvReferences, _Mapping]] = ...) -> None: ...
 
 class KvChunk(_message.Message):
     __slots__ = ("ordinal", "offset", "data", "checksum")
@@ -49,11 +53,67 @@ class KvChunk(_message.Message):
     checksum: int
     def __init__(self, ordinal: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
+class KvReferences(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[KvReference]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[KvReference, _Mapping]]] = ...) -> None: ...
+
+class KvReference(_message.Message):
+    __slots__ = ("ordinal", "block_id", "checksum")
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    ordinal: int
+    block_id: int
+    checksum: int
+    def __init__(self, ordinal: _Optional[int] = ..., block_id: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
 class PullEnd(_message.Message):
     __slots__ = ("first_tokens",)
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_tokens: _containers.RepeatedCompositeFieldContainer[_engine_pb2.FirstToken]
     def __init__(self, first_tokens: _Optional[_Iterable[_Union[_engine_pb2.FirstToken, _Mapping]]] = ...) -> None: ...
+
+class DescribeMemoryRequest(_message.Message):
+    __slots__ = ("boot_epoch",)
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    boot_epoch: int
+    def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
+
+class DescribeMemoryResponse(_message.Message):
+    __slots__ = ("num_blocks", "block_bytes", "shared_memory", "nixl")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    block_bytes: int
+    shared_memory: SharedMemoryOffer
+    nixl: NixlOffer
+    def __init__(self, num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemoryOffer, _Mapping]] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ...) -> None: ...
+
+class SharedMemoryOffer(_message.Message):
+    __slots__ = ("pid", "fd", "num_bytes", "nonce")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    num_bytes: int
+    nonce: bytes
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., num_bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class NixlOffer(_message.Message):
+    __slots__ = ("agent", "metadata", "address")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    agent: str
+    metadata: bytes
+    address: int
+    def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
     __slots__ = ("lease_ids", "boot_epoch")

@@ -40,6 +40,11 @@ class KvTransferServiceStub:
                 request_serializer=paceline_dot_v1_dot_kv__transfer__pb2.PullRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.DescribeMemory = channel.unary_unary(
+                '/paceline.v1.KvTransferService/DescribeMemory',
+                request_serializer=paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryResponse.FromString,
+                _registered_method=True)
         self.RenewLeases = channel.unary_unary(
                 '/paceline.v1.KvTransferService/RenewLeases',
                 request_serializer=paceline_dot_v1_dot_kv__transfer__pb2.RenewLeasesRequest.SerializeToString,
@@ -63,6 +68,13 @@ class KvTransferServiceServicer:
 
     def Pull(self, request, context):
         """Streams the blocks of a lease in order, each as soon as it is computed; the last message is PullEnd.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeMemory(self, request, context):
+        """Says how receivers can read the owner's blocks without asking for their bytes. It holds for one life of the owner.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +109,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.PullRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_kv__transfer__pb2.PullResponse.SerializeToString,
+            ),
+            'DescribeMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeMemory,
+                    request_deserializer=paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryResponse.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLeases,
@@ -142,6 +159,33 @@ class KvTransferService:
             '/paceline.v1.KvTransferService/Pull',
             paceline_dot_v1_dot_kv__transfer__pb2.PullRequest.SerializeToString,
             paceline_dot_v1_dot_kv__transfer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KvTransferService/DescribeMemory',
+            paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryRequest.SerializeToString,
+            paceline_dot_v1_dot_kv__transfer__pb2.DescribeMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

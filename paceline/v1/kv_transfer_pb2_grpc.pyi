@@ -35,6 +35,8 @@ class KvTransferServiceStub:
     def __new__(cls, channel: _aio.Channel) -> KvTransferServiceAsyncStub: ...
     Pull: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]
     """Streams the blocks of a lease in order, each as soon as it is computed; the last message is PullEnd."""
+    DescribeMemory: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeMemoryRequest, _kv_transfer_pb2.DescribeMemoryResponse]
+    """Says how receivers can read the owner's blocks without asking for their bytes. It holds for one life of the owner."""
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewLeasesRequest, _kv_transfer_pb2.RenewLeasesResponse]
     """Keeps leases alive."""
     ReleaseLeases: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeasesRequest, _kv_transfer_pb2.ReleaseLeasesResponse]
@@ -51,6 +53,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.PullRequest, _kv_transfer_pb2.PullResponse]  # type: ignore[assignment]
     """Streams the blocks of a lease in order, each as soon as it is computed; the last message is PullEnd."""
+    DescribeMemory: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeMemoryRequest, _kv_transfer_pb2.DescribeMemoryResponse]  # type: ignore[assignment]
+    """Says how receivers can read the owner's blocks without asking for their bytes. It holds for one life of the owner."""
     RenewLeases: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewLeasesRequest, _kv_transfer_pb2.RenewLeasesResponse]  # type: ignore[assignment]
     """Keeps leases alive."""
     ReleaseLeases: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseLeasesRequest, _kv_transfer_pb2.ReleaseLeasesResponse]  # type: ignore[assignment]
@@ -70,6 +74,14 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.PullResponse], _abc.AsyncIterator[_kv_transfer_pb2.PullResponse]]:
         """Streams the blocks of a lease in order, each as soon as it is computed; the last message is PullEnd."""
+
+    @_abc_1.abstractmethod
+    def DescribeMemory(
+        self,
+        request: _kv_transfer_pb2.DescribeMemoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.DescribeMemoryResponse, _abc.Awaitable[_kv_transfer_pb2.DescribeMemoryResponse]]:
+        """Says how receivers can read the owner's blocks without asking for their bytes. It holds for one life of the owner."""
 
     @_abc_1.abstractmethod
     def RenewLeases(

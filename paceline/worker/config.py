@@ -91,6 +91,11 @@ class WorkerConfig:
     metrics_port: int = option(
         0, "port of the metrics, on the host of --listen or on loopback; 0: any that is free, -1: none"
     )
+    kv_transport: str = option(
+        "auto",
+        "how blocks come and go: shared memory, NIXL, gRPC; auto: the first of these that works with the other worker",
+        choices=("auto", "grpc", "shm", "nixl"),
+    )
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(

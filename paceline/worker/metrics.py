@@ -57,7 +57,7 @@ class StepMetrics:
 def worker_samples(worker: "Worker") -> list[Sample]:
     """What the worker's parts say of themselves now."""
     stats, leases = worker.engine.stats, worker.leases.stats()
-    queues = stats.queues
+    queues, pulls = stats.queues, worker.transport.stats()
     queued = zip(PRIORITY_NAMES.values(), queues.num_waiting_by_priority, strict=True)
     return [
         Sample(metrics.RUNNING, stats.num_running),
@@ -84,6 +84,9 @@ def worker_samples(worker: "Worker") -> list[Sample]:
         Sample(metrics.KV_HITS, stats.pool.num_hits),
         Sample(metrics.KV_EVICTIONS, stats.pool.num_evictions),
         Sample(metrics.KV_PULLED, worker.num_blocks_pulled),
+        *(Sample(metrics.KV_TRANSPORT_PULLS, each.num_pulls, (name,)) for name, each in pulls.items()),
+        *(Sample(metrics.KV_TRANSPORT_BYTES, each.num_bytes, (name,)) for name, each in pulls.items()),
+        Sample(metrics.KV_TRANSPORT_FALLBACKS, worker.transport.num_fallbacks),
         Sample(metrics.LEASES, leases.num_active),
         Sample(metrics.LEASES_EXPIRED, leases.num_expired),
     ]

@@ -6,14 +6,14 @@ from functools import partial
 
 import grpc
 
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from paceline.core.errors import InvariantError
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
 from paceline.worker.lender import Lender
@@ -38,6 +38,7 @@ log = get_logger()
 def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService) -> int:
     """Runs a worker until SIGTERM or SIGINT; gives the exit status."""
     configure_logging(_LOG_NAMES[role], config.worker_id, config.log_level)
+    keep_freed_memory()
     return run_service(lambda stop: _serve(config, role, add_service, stop))
 
 
@@ -52,9 +53,7 @@ async def _serve(
     )
     async with open_worker(config, loaded) as worker:
         name = add_service(server.grpc, worker)
-        add_KvTransferServiceServicer_to_server(
-            KvTransferServicer(worker.sender, Lender(worker)), server.grpc
-        )
+        add_kv_transfer_service(KvTransferServicer(worker.sender, Lender(worker)), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
         read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
         worker.metrics.registry.register(StatsCollector(read))

@@ -13,6 +13,7 @@ from kvtransfer.leases import Lease, LeaseTable, sweep_forever
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.negotiated import NegotiatedTransport
 from paceline.core.errors import DrainingError, InvariantError, KvLostError
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, SequenceId, SequenceSpec, WorkerId
@@ -30,6 +31,7 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.runner import LoadedRunner
 from paceline.worker.scheduling import scheduler_config
+from paceline.worker.transport import WorkerTransport
 
 _DRAIN_LOOK_S = 0.05
 # Publishing is behind everybody's back, and what misses its budget is not published again: no hurry.
@@ -49,6 +51,7 @@ class Worker:
     engine: AsyncEngine
     leases: LeaseTable
     sender: KVSender
+    transport: NegotiatedTransport
     receiver: KVReceiver
     borrower: PrefixBorrower
     metrics: StepMetrics
@@ -118,8 +121,15 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
     )
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
     memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
-    transport = GrpcTransport(channels, fingerprint)
-    loans = KVReceiver(transport, memory, fingerprint, _LOAN_TIMES)
+    transport = WorkerTransport(
+        config.kv_transport,
+        GrpcTransport(channels, fingerprint),
+        memory,
+        loaded.capacity.num_blocks,
+        agent=f"{key.worker_id}-{key.boot_epoch:016x}",
+        is_read=lambda: leases.stats().num_active > 0,
+    )
+    loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES)
     sweeper = asyncio.create_task(sweep_forever(leases))
     engine.start()
     try:
@@ -130,8 +140,9 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             loaded=loaded,
             engine=engine,
             leases=leases,
-            sender=KVSender(leases, memory, fingerprint, key.boot_epoch),
-            receiver=KVReceiver(transport, memory, fingerprint),
+            sender=KVSender(leases, memory, fingerprint, key.boot_epoch, offer=transport.offer),
+            transport=transport.receiving,
+            receiver=KVReceiver(transport.receiving, memory, fingerprint),
             borrower=PrefixBorrower(channels, loans, fingerprint),
             metrics=metrics,
             failed=failed,
@@ -141,6 +152,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         await engine.stop()
         await publisher.aclose()
         await index.aclose()
+        await transport.receiving.aclose()
         await channels.aclose()
 
 

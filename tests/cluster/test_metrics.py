@@ -100,6 +100,10 @@ async def test_every_process_counts_a_request(cluster: Cluster) -> None:
             series("sampled_tokens_total"): NUM_TOKENS - 1,
             series("admitted_tokens_total", source="computed"): 0,
             series("kv_pulled_blocks_total"): 7,
+            series("kv_transport_pulls_total", transport="shm"): 1,
+            series("kv_transport_bytes_total", transport="shm"): 7 * 16 * 8,
+            series("kv_transport_pulls_total", transport="grpc"): 0,
+            series("kv_transport_fallbacks_total"): 0,
             series("preemptions_total", kind="recompute"): 0,
         },
     }
@@ -233,7 +237,19 @@ async def test_no_label_tells_who_asked_or_what(cluster: Cluster) -> None:
     seen = {
         label for found in (await scrape_all(cluster)).values() for _, labels in found for label, _ in labels
     }
-    assert seen <= {"priority", "part", "of", "kind", "what", "mode", "tier", "end", "source", "le"}
+    assert seen <= {
+        "priority",
+        "part",
+        "of",
+        "kind",
+        "what",
+        "mode",
+        "tier",
+        "end",
+        "source",
+        "transport",
+        "le",
+    }
 
 
 def _metrics_in(found: Scrape, declared: dict[str, Metric]) -> set[str]:

@@ -1,12 +1,16 @@
 """What the tests of the hand-over share: an owner of leases, a place to receive, and transports that follow a script."""
 
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 
 from kvtransfer.block_store import MemoryBlockStore
-from kvtransfer.chunks import KvMessage, LeaseState
+from kvtransfer.chunks import KvChunk, KvMessage, KvWritten, LeaseState, PullEnd
 from kvtransfer.leases import Lease, LeaseTable
+from kvtransfer.offer import MemoryOffer
 from kvtransfer.sender import KVSender
+from kvtransfer.transports.base import KVTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import Clock
 from paceline.core.fingerprint import ModelFingerprint
@@ -16,6 +20,8 @@ from paceline.core.ticket import KvTicket, ReadyBlock
 
 BLOCK_BYTES = 64
 NUM_POOL_BLOCKS = 32
+# Where tests that reserve nothing receive.
+INTO = tuple(BlockId(30 - index) for index in range(8))
 # Of two candidates.
 FIRST_TOKENS = (FirstToken(7), FirstToken(8, candidate=2))
 FINGERPRINT = ModelFingerprint(
@@ -46,6 +52,48 @@ def random_store(seed: int, *, block_bytes: int = BLOCK_BYTES) -> MemoryBlockSto
     return store
 
 
+class HookedStore(MemoryBlockStore):
+    """Calls `on_checksum` when a block is about to be checked."""
+
+    on_checksum: Callable[[], None] | None = None
+
+    def checksum(self, block_id: BlockId) -> int:
+        """See BlockStore.checksum."""
+        if self.on_checksum is not None:
+            self.on_checksum()
+        return super().checksum(block_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A whole block, as it has come to the receiver."""
+
+    ordinal: int
+    content: bytes
+    checksum: int
+
+
+async def arrivals(
+    transport: KVTransport, store: MemoryBlockStore, ticket: KvTicket, held: Sequence[BlockHash] = ()
+) -> AsyncGenerator[Arrived | PullEnd, None]:
+    """A pull block by block, whatever pieces it comes in. Transports that write in place do so in `store`, from INTO on."""
+    into, content = INTO[: ticket.num_blocks], b""
+    async with aclosing(transport.pull(ticket, held, into)) as messages:
+        async for message in messages:
+            match message:
+                case PullEnd():
+                    assert not content
+                    yield message
+                case KvWritten():
+                    content = bytes(store.read(into[message.ordinal]))
+                case KvChunk():
+                    assert message.offset == len(content)
+                    content += bytes(message.data)
+            if not isinstance(message, PullEnd) and len(content) == store.block_bytes:
+                yield Arrived(message.ordinal, content, message.checksum)
+                content = b""
+
+
 def contents(store: MemoryBlockStore, block_ids: Sequence[BlockId]) -> list[bytes]:
     """The bytes of some blocks."""
     return [bytes(store.read(block_id)) for block_id in block_ids]
@@ -63,9 +111,22 @@ class Owner:
         self.ended: list[SequenceId] = []
         self.leases = LeaseTable(self._on_end, ttl_s=ttl_s, clock=clock)
         self.sender = KVSender(
-            self.leases, self.store, FINGERPRINT, self.boot_epoch, max_chunk_bytes=max_chunk_bytes
+            self.leases,
+            self.store,
+            FINGERPRINT,
+            self.boot_epoch,
+            offer=MemoryOffer(NUM_POOL_BLOCKS, block_bytes, self.store.pool.offer),
+            max_chunk_bytes=max_chunk_bytes,
         )
         self._blocks: dict[SequenceId, list[BlockId]] = {}
+
+    def restart(self, boot_epoch: BootEpoch) -> None:
+        """Another life of the process, as far as others can tell."""
+        self.boot_epoch = self.sender._boot_epoch = boot_epoch
+
+    def offer(self, offer: MemoryOffer | None) -> None:
+        """What it says of its memory from now on; None: nobody may ask."""
+        self.sender._offer = offer  # type: ignore[assignment] # None fails, and shall
 
     def grant(self, block_ids: Sequence[int], *, num_full: int | None = None) -> Lease:
         """An open lease on these blocks; all of them full unless told otherwise."""
@@ -121,11 +182,14 @@ class ScriptedTransport:
         self._state = state
 
     async def pull(
-        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
     ) -> AsyncGenerator[KvMessage, None]:
         """The script's messages."""
         for message in self._messages:
             yield message
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """It writes nothing itself."""
 
     async def renew(self, ticket: KvTicket) -> LeaseState:
         """The script's answer."""

@@ -10,24 +10,24 @@ import pytest
 
 from kvtransfer.block_store import BlockStore
 from kvtransfer.borrower import PrefixBorrower
-from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage
+from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage, PullEnd
 from kvtransfer.leases import LeaseTable
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
+from kvtransfer.transports.local import LocalTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import ManualClock
-from paceline.core.errors import FingerprintMismatchError, KvChecksumError, KvLostError
+from paceline.core.errors import FingerprintMismatchError, KvChecksumError, KvError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixOwner
 from paceline.core.request import BootEpoch, LeaseId, RequestId, SequenceId, WorkerId
 from paceline.runtime.channels import Channels
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
-from tests.kvtransfer.hand_over import FINGERPRINT, Owner, contents, random_store
+from tests.kvtransfer.hand_over import FINGERPRINT, INTO, Owner, contents, random_store
 
 
 class _WatchedSender(KVSender):
@@ -45,7 +45,7 @@ class _WatchedSender(KVSender):
         boot_epoch: BootEpoch,
         fingerprint: ModelFingerprint,
         held_hashes: Sequence[BlockHash],
-    ) -> AsyncGenerator[KvMessage, None]:
+    ) -> AsyncGenerator[KvChunk | PullEnd, None]:
         try:
             async with aclosing(super().pull(lease_id, boot_epoch, fingerprint, held_hashes)) as messages:
                 async for message in messages:
@@ -61,7 +61,7 @@ async def test_a_fingerprint_that_differs_is_refused_with_the_field(
     ours = replace(FINGERPRINT, weights="other")
     ticket = owner.ticket(owner.granted([1]))
     with pytest.raises(FingerprintMismatchError) as caught:
-        await anext(GrpcTransport(channels, ours).pull(ticket, []))
+        await anext(GrpcTransport(channels, ours).pull(ticket, [], INTO))
     assert (caught.value.field, caught.value.ours, caught.value.theirs) == ("weights", "w", "other")
 
 
@@ -71,7 +71,7 @@ async def test_an_owner_that_is_gone_is_kv_lost(
     """A worker that dies in the middle of a pull, or before any call, gives KV_LOST and nothing else."""
     lease = owner.grant([1, 2])
     owner.compute(lease, 1)
-    async with aclosing(grpc_transport.pull(owner.ticket(lease), [])) as messages:
+    async with aclosing(grpc_transport.pull(owner.ticket(lease), [], INTO)) as messages:
         await anext(messages)
         await anext(messages)
         await server.stop(None)
@@ -87,7 +87,7 @@ async def test_every_call_has_a_deadline(owner: Owner, server: grpc.aio.Server, 
     """A pull of a prefill that never ends is KV_LOST when its time is over."""
     transport = GrpcTransport(channels, FINGERPRINT, pull_timeout_s=0.05)
     with pytest.raises(KvLostError):
-        await anext(transport.pull(owner.ticket(owner.grant([1])), []))
+        await anext(transport.pull(owner.ticket(owner.grant([1])), [], INTO))
 
 
 async def test_closing_a_pull_ends_it_at_the_owner(owner: Owner, channels: Channels) -> None:
@@ -96,7 +96,7 @@ async def test_closing_a_pull_ends_it_at_the_owner(owner: Owner, channels: Chann
     server = await _serve(owner, sender)
     lease = owner.grant([1, 2])
     owner.compute(lease, 1)
-    async with aclosing(GrpcTransport(channels, FINGERPRINT).pull(owner.ticket(lease), [])) as messages:
+    async with aclosing(GrpcTransport(channels, FINGERPRINT).pull(owner.ticket(lease), [], INTO)) as messages:
         await anext(messages)
     await asyncio.wait_for(sender.pull_is_over.wait(), timeout=10)
     assert owner.leases.get(lease.lease_id) is lease
@@ -134,14 +134,14 @@ async def test_a_block_that_changed_at_its_owner_is_not_accepted(
 async def test_no_message_is_larger_than_the_limit(owner: Owner, grpc_transport: GrpcTransport) -> None:
     """Pieces are at most as large as the sender's limit."""
     lease = owner.granted([1, 2])
-    async with aclosing(grpc_transport.pull(owner.ticket(lease), [])) as messages:
+    async with aclosing(grpc_transport.pull(owner.ticket(lease), [], INTO)) as messages:
         sizes = [len(message.data) async for message in messages if isinstance(message, KvChunk)]
     assert max(sizes) <= 32
 
 
 async def _serve(owner: Owner, sender: KVSender) -> grpc.aio.Server:
     server = grpc.aio.server()
-    add_KvTransferServiceServicer_to_server(KvTransferServicer(sender), server)
+    add_kv_transfer_service(KvTransferServicer(sender), server)
     owner.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     return server
@@ -158,15 +158,26 @@ async def test_a_worker_without_a_lender_lends_nothing(
     assert await borrower.borrow(prefix_owner, asked, [], [], num_held=0) == 0
 
 
-async def test_a_lease_without_first_tokens_is_pulled_like_any_other(
-    owner: Owner, transport: KVTransport
+@pytest.mark.parametrize("way", ["local", "grpc"])
+async def test_no_piece_is_sent_after_a_release(
+    owner: Owner, grpc_transport: GrpcTransport, way: str
 ) -> None:
-    """What is lent out of a cache has nobody's first token; its end comes all the same."""
-    lease = owner.grant([1, 2])
-    owner.compute(lease, 2)
-    owner.leases.complete(lease.lease_id, ())
-    store = random_store(2)
-    receiver = KVReceiver(transport, store, FINGERPRINT)
-    received = await receiver.receive(owner.ticket(lease), [BlockId(5), BlockId(6)], 0)
-    assert (received.first_tokens, received.num_blocks) == ((), 2)
-    assert owner.ended == [lease.sequence_id]
+    """A pull whose lease is released in the middle of a block ends with an error, and never shows the next owner's bytes."""
+    transport: KVTransport = grpc_transport if way == "grpc" else LocalTransport(owner.sender, FINGERPRINT)
+    lease = owner.grant([4, 2])
+    computed = contents(owner.store, owner.blocks_of(lease))
+    owner.compute(lease, 1)
+    seen: list[KvMessage] = []
+    with pytest.raises(KvError):  # noqa: PT012 (the release comes within the pull)
+        async with aclosing(transport.pull(owner.ticket(lease), [], INTO)) as messages:
+            seen.append(await anext(messages))
+            owner.leases.release([lease.lease_id])
+            async for message in messages:
+                seen.append(message)  # noqa: PERF401 (what came before the error counts)
+    assert all(_is_piece_of(message, computed) for message in seen)
+
+
+def _is_piece_of(message: KvMessage, blocks: Sequence[bytes]) -> bool:
+    assert isinstance(message, KvChunk)
+    block = blocks[message.ordinal]
+    return block[message.offset : message.offset + len(message.data)] == message.data

@@ -116,7 +116,7 @@ async def test_a_lease_that_expires_during_a_slow_read_is_not_a_success() -> Non
 async def test_a_release_that_is_not_valid_is_not_a_success() -> None:
     """The receiver commits on VALID alone, whatever arrived."""
     bench = Bench()
-    messages = [message async for message in bench.local.pull(bench.ticket, [])]
+    messages = [message async for message in bench.local.pull(bench.ticket, [], RESERVED)]
     receiver = KVReceiver(ScriptedTransport(messages, state=LeaseState.EXPIRED), bench.store, FINGERPRINT)
     with pytest.raises(LeaseExpiredError):
         await receiver.receive(bench.ticket, RESERVED, 0)
@@ -236,6 +236,7 @@ async def test_a_prefill_that_computes_slowly_is_no_stall() -> None:
     [
         FaultKind.CUT,
         FaultKind.BREAK,
+        FaultKind.BREAK_WAY,
         FaultKind.DROP,
         FaultKind.DUPLICATE,
         FaultKind.REORDER,
@@ -303,7 +304,7 @@ async def test_pieces_that_do_not_fit_together_are_refused(messages: Sequence[Kv
 async def test_an_empty_piece_is_refused() -> None:
     """A peer that sends nothing, again and again, does not look alive."""
     bench = Bench()
-    messages = [message async for message in bench.local.pull(bench.ticket, [])]
+    messages = [message async for message in bench.local.pull(bench.ticket, [], RESERVED)]
     receiver = KVReceiver(ScriptedTransport([_piece(0, 0, 0), *messages]), bench.store, FINGERPRINT)
     with pytest.raises(KvLostError):
         await receiver.receive(bench.ticket, RESERVED, 0)
@@ -313,7 +314,7 @@ async def test_an_empty_piece_is_refused() -> None:
 async def test_a_piece_after_the_last_block_is_refused() -> None:
     """More blocks than the ticket names are KV_LOST."""
     bench = Bench()
-    messages = [message async for message in bench.local.pull(bench.ticket, [])]
+    messages = [message async for message in bench.local.pull(bench.ticket, [], RESERVED)]
     extra = [*messages[:-1], _piece(3, 0, 8), messages[-1]]
     receiver = KVReceiver(ScriptedTransport(extra), bench.store, FINGERPRINT)
     with pytest.raises(KvLostError):

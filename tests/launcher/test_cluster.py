@@ -60,6 +60,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--max-model-len": "99",
         "--kv-memory": "429496729B",
         "--runner": "torch",
+        "--kv-transport": "auto",
         "--metrics-port": "-1",
     }
 

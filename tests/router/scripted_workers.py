@@ -224,6 +224,12 @@ class ScriptedWorker(
         """Nobody renews."""
         raise AssertionError("a scripted worker has no leases")
 
+    async def DescribeMemory(  # noqa: N802
+        self, request: kv_transfer_pb2.DescribeMemoryRequest, context: Context
+    ) -> kv_transfer_pb2.DescribeMemoryResponse:
+        """Nobody pulls: decode workers follow scripts too."""
+        raise AssertionError("a scripted worker has no blocks")
+
     async def LeasePrefix(  # noqa: N802
         self, request: kv_transfer_pb2.LeasePrefixRequest, context: Context
     ) -> kv_transfer_pb2.LeasePrefixResponse:

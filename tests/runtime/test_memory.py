@@ -1,5 +1,7 @@
 """Amounts of memory: read, shown, and found free."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -57,3 +59,31 @@ def test_every_limit_of_a_control_group_counts(tmp_path: Path) -> None:
 def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     """A place that is no group limits nothing."""
     assert 0 < free_memory_bytes(tmp_path / "none") <= psutil.virtual_memory().total
+
+
+_ROUNDS = """
+import resource, sys
+from paceline.runtime.memory import keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else True
+def touch():
+    pieces = [bytes([1]) * (500 << 10) for _ in range(16)]
+for _ in range(5):
+    touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    touch()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_memory_that_is_freed_is_used_again() -> None:
+    """Pieces of half a megabyte, freed together: without it their pages are touched for the first time again and again."""
+    faults = {}
+    for how in ("keep", "leave"):
+        command = [sys.executable, "-c", _ROUNDS, how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        kept, num_faults = done.stdout.split()
+        assert kept == "True"
+        faults[how] = int(num_faults)
+    assert faults["keep"] < 100
+    assert faults["leave"] > 10_000

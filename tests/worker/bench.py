@@ -9,13 +9,12 @@ from pathlib import Path
 import grpc
 
 from decode_service.service import DecodeServicer
-from kvtransfer.service import KvTransferServicer
+from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from paceline.core.request import SequenceSpec
 from paceline.engine.engine import Runner
 from paceline.engine.sequence import SequenceRole
 from paceline.v1 import inference_pb2
 from paceline.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
-from paceline.v1.kv_transfer_pb2_grpc import add_KvTransferServiceServicer_to_server
 from paceline.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
@@ -71,7 +70,7 @@ async def serving_worker(
     if runner is not None:
         loaded = replace(loaded, runner=runner)
     async with open_worker(config, loaded) as worker:
-        add_KvTransferServiceServicer_to_server(KvTransferServicer(worker.sender, Lender(worker)), server)
+        add_kv_transfer_service(KvTransferServicer(worker.sender, Lender(worker)), server)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server)
         if role == PREFILL:
             add_PrefillServiceServicer_to_server(PrefillServicer(worker), server)
