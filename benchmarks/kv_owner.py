@@ -27,7 +27,9 @@ from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.server import GrpcServer
 from paceline.v1 import kv_transfer_pb2
 
-FINGERPRINT = ModelFingerprint("bench", "bench", "bench", "bench", "uint8", 16, "bench", "fast")
+FINGERPRINT = ModelFingerprint(
+    "bench", "bench", "bench", "bench", "uint8", "uint8", "bench", "0/1", 16, "fast"
+)
 BOOT_EPOCH = BootEpoch(1)
 
 

@@ -6,6 +6,7 @@ The KV of a token is the same numbers in both (`ModelFingerprint.require_same_co
     our blocks of 8       [ keys: 8 | values: 8 | ... ] [ keys: 8 | values: 8 | ... ]
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,8 @@ from typing import NamedTuple
 
 from kvtransfer.block_store import BlockStore
 from paceline.core.errors import FingerprintMismatchError
-from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.kv_layout import BlockId, HeadPart, KVLayout
 
 
 class _Region(NamedTuple):
@@ -40,21 +42,33 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockConversion:
-    """From `theirs` to `ours`, both of one KV group without a window."""
+    """From `theirs` to `ours`: one is the other one, recut, and both have one KV group without a window."""
 
     theirs: KVLayout
     ours: KVLayout
 
-    def __post_init__(self) -> None:
-        """Refuses what cannot be converted."""
-        if self.theirs.dtype != self.ours.dtype:
-            raise FingerprintMismatchError("kv_dtype", self.ours.dtype, self.theirs.dtype)
-        if self.theirs.digest() != self.ours.digest():
-            raise FingerprintMismatchError("kv_layout", self.ours.digest(), self.theirs.digest())
-        if len(self.ours.groups) > 1 or self.ours.groups[0].is_windowed:
-            # Which blocks of a window are needed depends on where blocks begin.
-            name = "block_size" if self.theirs.block_size != self.ours.block_size else "kv_part"
-            raise FingerprintMismatchError(name, _cut(self.ours), _cut(self.theirs))
+    @classmethod
+    def between(cls, fingerprint: ModelFingerprint, ours: KVLayout) -> "BlockConversion | None":
+        """From the blocks of a worker with this fingerprint, whose content is ours; None when they are cut alike.
+
+        Raises FingerprintMismatchError for what cannot be converted.
+        """
+        if (fingerprint.block_size, fingerprint.kv_part) == (ours.block_size, str(ours.part)):
+            return None
+        differing = "kv_part" if fingerprint.block_size == ours.block_size else "block_size"
+        values = {
+            "block_size": (ours.block_size, fingerprint.block_size),
+            "kv_part": (ours.part, fingerprint.kv_part),
+        }
+        mismatch = FingerprintMismatchError(differing, *map(str, values[differing]))
+        # Which blocks of a window somebody needs depends on where they begin.
+        if len(ours.groups) > 1 or ours.groups[0].is_windowed or fingerprint.block_size < 1:
+            raise mismatch
+        try:
+            theirs = ours.recut(fingerprint.block_size, HeadPart.parse(fingerprint.kv_part))
+        except ValueError as error:
+            raise mismatch from error
+        return cls(theirs, ours)
 
     def num_their_blocks_held(self, num_tokens_held: int) -> int:
         """How many of their blocks need not come to somebody who has so many leading tokens."""
@@ -76,7 +90,7 @@ class BlockConversion:
             our_ordinal, our_slot = divmod(first, self.ours.block_size)
             num_tokens = min(last - first, self.ours.block_size - our_slot)
             for source, target, num_bytes in self._spans(first - ordinal * size, our_slot, num_tokens):
-                store.write(block_ids[our_ordinal], target, bytes(block[source : source + num_bytes]))
+                store.write(block_ids[our_ordinal], target, block[source : source + num_bytes])
             first += num_tokens
 
     @cached_property
@@ -101,6 +115,28 @@ class BlockConversion:
                     target + token * run.ours.token_bytes,
                     run.num_bytes,
                 )
+
+
+def require_all_heads(conversions: Sequence[BlockConversion | None]) -> None:
+    """Raises FingerprintMismatchError unless what comes by all of these together is every head that we need."""
+    if None in conversions:
+        return
+    given = [conversion for conversion in conversions if conversion is not None]
+    covered = {share for each in given for share in _shares(each.theirs.part, _unit(given))}
+    needed = _shares(given[0].ours.part, _unit(given))
+    if not covered.issuperset(needed):
+        theirs = ", ".join(str(each.theirs.part) for each in given)
+        raise FingerprintMismatchError("kv_part", str(given[0].ours.part), theirs)
+
+
+def _unit(conversions: Sequence[BlockConversion]) -> int:
+    """A number of equal shares of the heads in which each part is some whole ones."""
+    return math.lcm(*(part.count for each in conversions for part in (each.theirs.part, each.ours.part)))
+
+
+def _shares(part: HeadPart, unit: int) -> range:
+    size = unit // part.count
+    return range(part.index * size, (part.index + 1) * size)
 
 
 def _regions(layout: KVLayout) -> Iterator[_Region]:
@@ -133,7 +169,3 @@ def _common_heads(
         (first - our_first) * head_bytes,
         (last - first) * head_bytes,
     )
-
-
-def _cut(layout: KVLayout) -> str:
-    return f"{layout.block_size} tokens a block, heads {layout.part}, with windows"

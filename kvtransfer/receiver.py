@@ -5,18 +5,19 @@ It knows no engine: the caller reserves the blocks before, and commits or frees 
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer.block_store import BlockStore
 from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
+from kvtransfer.conversion import BlockConversion, require_all_heads
 from kvtransfer.keep_alive import keep_alive
-from kvtransfer.landing import Landing
+from kvtransfer.landing import ConvertingLanding, DirectLanding, Landing
 from kvtransfer.transports.base import KVTransport
 from paceline.core.errors import KvError, KvLostError, LeaseExpiredError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import BlockId
+from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import FirstToken
 from paceline.core.ticket import KvTicket
 
@@ -49,6 +50,8 @@ class KVReceiver:
     When `receive` returns, every block holds exactly what its owner computed, the owner has let go of its copy, and nothing
     writes to the blocks any more. When it raises, the reserved blocks hold rubbish, and an engine that writes in place may
     go on for a while: `when_settled` and `until_settled` say when they can be used for something else.
+
+    With the `layout` of the store, blocks that are cut in another way are converted; without it they are refused.
     """
 
     def __init__(
@@ -57,11 +60,14 @@ class KVReceiver:
         store: BlockStore,
         fingerprint: ModelFingerprint,
         times: HandOverTimes | None = None,
+        *,
+        layout: KVLayout | None = None,
     ) -> None:
         self._transport = transport
         self._store = store
         self._fingerprint = fingerprint
         self._times = times or HandOverTimes()
+        self._layout = layout
         # The loop itself holds tasks only weakly.
         self._giving_back: set[asyncio.Task[None]] = set()
 
@@ -69,6 +75,15 @@ class KVReceiver:
         """The whole hand-over, for a caller that has its blocks already."""
         async with self.hold(ticket) as hand_over:
             return await hand_over.receive(block_ids, num_held)
+
+    async def receive_parts(
+        self, tickets: Sequence[KvTicket], block_ids: Sequence[BlockId], num_held: int
+    ) -> list[ReceivedKv]:
+        """The same from several owners, each of which has a part of the heads: all of them or none."""
+        async with AsyncExitStack() as stack:
+            parts = [await stack.enter_async_context(self.hold(ticket)) for ticket in tickets]
+            require_all_heads([part.conversion for part in parts])
+            return [await part.receive_part(block_ids, num_held) for part in parts]
 
     @asynccontextmanager
     async def hold(self, ticket: KvTicket) -> AsyncGenerator["HandOver", None]:
@@ -78,12 +93,19 @@ class KVReceiver:
         """
         hand_over = HandOver(ticket, self._transport, self._store, self._times)
         try:
-            self._fingerprint.require_same(ticket.fingerprint)
+            hand_over.conversion = self._conversion(ticket.fingerprint)
             async with keep_alive(self._transport, ticket, every_s=self._times.renew_every_s):
                 yield hand_over
         finally:
             if not hand_over.is_received:
                 await self._give_back(ticket)
+
+    def _conversion(self, fingerprint: ModelFingerprint) -> BlockConversion | None:
+        if self._layout is None:
+            self._fingerprint.require_same(fingerprint)
+            return None
+        self._fingerprint.require_same_content(fingerprint)
+        return BlockConversion.between(fingerprint, self._layout)
 
     def when_settled(self, block_ids: Sequence[BlockId], then: Callable[[], None]) -> None:
         """After a hand-over into these blocks: calls `then` as soon as nothing writes to them any more, which may be now."""
@@ -119,6 +141,7 @@ class HandOver:
         self, ticket: KvTicket, transport: KVTransport, store: BlockStore, times: HandOverTimes
     ) -> None:
         self.is_received = False
+        self.conversion: BlockConversion | None = None
         self._ticket = ticket
         self._transport = transport
         self._store = store
@@ -126,14 +149,17 @@ class HandOver:
         self._last_message_s = 0.0
 
     async def receive(self, block_ids: Sequence[BlockId], num_held: int) -> ReceivedKv:
-        """Fills `block_ids`, one for each block of the ticket in order, apart from the first `num_held`.
+        """Fills `block_ids`, which are for the tokens of the ticket's blocks, in order, apart from the first `num_held`.
 
-        Those are here already, and are neither pulled nor written.
+        Those are here already, and are neither pulled nor written. Raises FingerprintMismatchError where the owner has only a part of
+        the heads.
         """
-        assert len(block_ids) == self._ticket.num_blocks, "reserve one block for each of the ticket's"
-        assert 0 <= num_held <= len(self._ticket.block_hashes), "only full blocks can be held"
-        landing = Landing(self._store, block_ids, num_held)
-        messages = self._transport.pull(self._ticket, self._ticket.block_hashes[:num_held], block_ids)
+        require_all_heads([self.conversion])
+        return await self.receive_part(block_ids, num_held)
+
+    async def receive_part(self, block_ids: Sequence[BlockId], num_held: int) -> ReceivedKv:
+        """The same, for a caller who gets the other heads elsewhere."""
+        landing, messages = self._open(block_ids, num_held)
         pulling = asyncio.create_task(self._land(messages, landing))
         try:
             await self._until_done(pulling)
@@ -142,7 +168,23 @@ class HandOver:
         first_tokens = pulling.result()
         await self._confirm()
         self.is_received = True
-        return ReceivedKv(first_tokens, len(block_ids) - num_held, landing.num_bytes)
+        return ReceivedKv(first_tokens, landing.num_blocks, landing.num_bytes)
+
+    def _open(
+        self, block_ids: Sequence[BlockId], num_held: int
+    ) -> tuple[Landing, AsyncGenerator[KvMessage, None]]:
+        ticket, conversion = self._ticket, self.conversion
+        if conversion is None:
+            assert len(block_ids) == ticket.num_blocks, "reserve one block for each of the ticket's"
+            assert 0 <= num_held <= len(ticket.block_hashes), "only full blocks can be held"
+            landing: Landing = DirectLanding(self._store, block_ids, num_held)
+            return landing, self._transport.pull(ticket, ticket.block_hashes[:num_held], block_ids)
+        landing = ConvertingLanding(
+            conversion, self._store, block_ids, num_held=num_held, num_their_blocks=ticket.num_blocks
+        )
+        num_their_held = conversion.num_their_blocks_held(num_held * conversion.ours.block_size)
+        # An engine that writes in place would put their blocks where ours belong.
+        return landing, self._transport.pull(ticket, ticket.block_hashes[:num_their_held], into=())
 
     async def _land(
         self, messages: AsyncGenerator[KvMessage, None], landing: Landing

@@ -113,7 +113,7 @@ class KVSender:
         held_hashes: Sequence[BlockHash],
     ) -> Lease:
         self._require_epoch(boot_epoch)
-        self._fingerprint.require_same(fingerprint)
+        self._fingerprint.require_same_content(fingerprint)
         lease = self._leases.get(lease_id)
         if lease.block_hashes[: len(held_hashes)] != tuple(held_hashes):
             raise KvLostError("the held blocks are not the first blocks of this lease")

@@ -117,6 +117,15 @@ class HeadPart:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
+    @classmethod
+    def parse(cls, text: str) -> "HeadPart":
+        """What str() gives; raises ValueError for anything else."""
+        index, _, count = text.partition("/")
+        part = cls(int(index), int(count))
+        if not 0 <= part.index < part.count:
+            raise ValueError(text)
+        return part
+
 
 ALL_HEADS = HeadPart()
 
@@ -176,6 +185,16 @@ class KVLayout:
             else min(whole, group.max_live_blocks(max_step_tokens, self.block_size))
             for group in self.groups
         )
+
+    def recut(self, block_size: int, part: HeadPart) -> "KVLayout":
+        """The same KV in blocks of another size, or another part of it; raises ValueError where the heads do not divide so."""
+        if any(layer.num_kv_heads * self.part.count % part.count for layer in self.layers):
+            raise ValueError(f"the heads of a layer do not divide into {part.count} parts")
+        layers = tuple(
+            replace(layer, num_kv_heads=layer.num_kv_heads * self.part.count // part.count)
+            for layer in self.layers
+        )
+        return KVLayout(layers, block_size, self.dtype, part)
 
     def digest(self) -> str:
         """Names what the KV of a token is, whatever its type: equal layers have equal digests, however they are cut into blocks."""

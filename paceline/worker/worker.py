@@ -142,7 +142,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             leases=leases,
             sender=KVSender(leases, memory, fingerprint, key.boot_epoch, offer=transport.offer),
             transport=transport.receiving,
-            receiver=KVReceiver(transport.receiving, memory, fingerprint),
+            receiver=KVReceiver(transport.receiving, memory, fingerprint, layout=loaded.layout),
             borrower=PrefixBorrower(channels, loans, fingerprint),
             metrics=metrics,
             failed=failed,

@@ -1,76 +1,29 @@
 """Blocks cut in one way become blocks cut in another, byte for byte, against a token-by-token description of both."""
 
-import random
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.block_store import MemoryBlockStore
+from kvtransfer.chunks import KvMessage, KvWritten, LeaseState
 from kvtransfer.conversion import BlockConversion
-from paceline.core.errors import FingerprintMismatchError
+from kvtransfer.landing import ConvertingLanding
+from kvtransfer.leases import LeaseTable
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.sender import KVSender
+from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
+from kvtransfer.transports.local import LocalTransport
+from paceline.core.block_hash import BlockHash
+from paceline.core.errors import FingerprintMismatchError, KvChecksumError, KvLostError
+from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout, LayerKV
-
-# What a layer has of each head of each token, in the order in which it lies in a block.
-KINDS = ("keys", "values", "key scales", "value scales")
-LAYERS = (LayerKV(4, 6, 4), LayerKV(2, 8, 8), LayerKV(2, 8, 8, shared_with=1), LayerKV(4, 2, 2))
-
-
-def layout_of(block_size: int, dtype: str = "float32", part: HeadPart = ALL_HEADS) -> KVLayout:
-    """The layers, or a part of their heads."""
-    layers = tuple(replace(layer, num_kv_heads=layer.num_kv_heads // part.count) for layer in LAYERS)
-    return KVLayout(layers, block_size, dtype, part)
-
-
-def place(layout: KVLayout, slot: int, layer: int, kind: str, head: int) -> tuple[int, int]:
-    """Where in a block something of one head of one token lies, and how many bytes it is; counted up from the beginning."""
-    offset = 0
-    for index, each in enumerate(layout.layers):
-        if each.shared_with is not None:
-            continue
-        sizes = (
-            layout.kv_type.vector_bytes(each.key_dim),
-            layout.kv_type.vector_bytes(each.value_dim),
-            layout.kv_type.scale_bytes,
-            layout.kv_type.scale_bytes,
-        )
-        for name, num_bytes in zip(KINDS, sizes, strict=True):
-            if (index, name) == (layer, kind):
-                return offset + (slot * each.num_kv_heads + head) * num_bytes, num_bytes
-            offset += layout.block_size * each.num_kv_heads * num_bytes
-    raise AssertionError("there is no such place")
-
-
-def content(token: int, layer: int, kind: str, head: int, num_bytes: int) -> bytes:
-    """Bytes that occur nowhere else; `head` counts over all workers."""
-    return random.Random(f"{token} {layer} {kind} {head}").randbytes(num_bytes)
-
-
-def each_place(layout: KVLayout, slot: int, token: int) -> list[tuple[int, bytes]]:
-    """Everything of one token that a worker holds: where in a block, and what."""
-    found = []
-    for layer, each in enumerate(layout.layers):
-        for kind in KINDS if each.shared_with is None else ():
-            for head in range(each.num_kv_heads):
-                offset, num_bytes = place(layout, slot, layer, kind, head)
-                whole_head = layout.part.index * each.num_kv_heads + head
-                found.append((offset, content(token, layer, kind, whole_head, num_bytes)))
-    return found
-
-
-def filled(layout: KVLayout, num_tokens: int) -> MemoryBlockStore:
-    """A pool whose blocks hold the tokens; what is behind them is rubbish."""
-    num_blocks = -(-num_tokens // layout.block_size)
-    store = MemoryBlockStore(num_blocks, layout.block_bytes)
-    for ordinal in range(num_blocks):
-        store.write(BlockId(ordinal), 0, b"\xbb" * layout.block_bytes)
-    for token in range(num_tokens):
-        ordinal, slot = divmod(token, layout.block_size)
-        for offset, data in each_place(layout, slot, token):
-            store.write(BlockId(ordinal), offset, data)
-    return store
-
+from paceline.core.request import BootEpoch, WorkerId
+from paceline.core.ticket import KvTicket, ReadyBlock
+from tests.factories import make_fingerprint, make_id
+from tests.kvtransfer.cuts import each_place, filled, layout_of, require_tokens
+from tests.kvtransfer.hand_over import FIRST_TOKENS, block_hashes
 
 PARTS = [ALL_HEADS, HeadPart(0, 2), HeadPart(1, 2)]
 
@@ -120,38 +73,177 @@ def test_two_halves_of_the_heads_make_a_whole(block_sizes: tuple[int, int]) -> N
         source = filled(half, num_tokens)
         for ordinal in range(-(-num_tokens // half.block_size)):
             BlockConversion(half, whole).write(ordinal, source.read(BlockId(ordinal)), joined, ids, 0)
-    _require_tokens(joined, whole, num_tokens)
+    require_tokens(joined, whole, num_tokens)
     for half in halves:
         part = MemoryBlockStore(-(-num_tokens // half.block_size), half.block_bytes)
         part_ids = [BlockId(i) for i in range(-(-num_tokens // half.block_size))]
         for ordinal in ids:
             BlockConversion(whole, half).write(ordinal, joined.read(ordinal), part, part_ids, 0)
-        _require_tokens(part, half, num_tokens)
-
-
-def _require_tokens(store: MemoryBlockStore, layout: KVLayout, num_tokens: int) -> None:
-    for token in range(num_tokens):
-        ordinal, slot = divmod(token, layout.block_size)
-        block = store.read(BlockId(ordinal))
-        for offset, expected in each_place(layout, slot, token):
-            assert bytes(block[offset : offset + len(expected)]) == expected
+        require_tokens(part, half, num_tokens)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "name"),
-    [
-        (layout_of(8, "bfloat16"), "kv_dtype"),
-        (KVLayout(LAYERS[:2], 8, "float32"), "kv_layout"),
-    ],
+    ("change", "name"),
+    [({"block_size": 8}, "block_size"), ({"kv_part": "1/2"}, "kv_part"), ({"kv_part": "all"}, "kv_part")],
 )
-def test_what_is_other_content_is_refused(theirs: KVLayout, name: str) -> None:
-    """Another type, or other layers: the field is named."""
+def test_blocks_that_cannot_be_converted_are_refused(change: dict[str, str | int], name: str) -> None:
+    """With windows, since which blocks of one somebody needs depends on where they begin; and heads that do not divide."""
+    windowed = KVLayout((LayerKV(3, 8, 8, window=6), LayerKV(3, 8, 8)), 16, "float32")
+    theirs = make_fingerprint(**{"block_size": 16, "kv_layout": windowed.digest(), **change})
     with pytest.raises(FingerprintMismatchError, match=name):
-        BlockConversion(theirs, layout_of(16))
+        BlockConversion.between(theirs, windowed)
+    with pytest.raises(FingerprintMismatchError, match="kv_part"):
+        BlockConversion.between(
+            make_fingerprint(block_size=16, kv_part="1/2"), KVLayout((LayerKV(3, 8, 8),), 16, "float32")
+        )
 
 
-def test_blocks_with_windows_are_not_converted() -> None:
-    """Which blocks of a window somebody needs depends on where they begin: the block size is named."""
-    layers = (LayerKV(2, 8, 8, window=6), LayerKV(2, 8, 8))
-    with pytest.raises(FingerprintMismatchError, match="block_size"):
-        BlockConversion(KVLayout(layers, 8, "float32"), KVLayout(layers, 16, "float32"))
+def test_blocks_that_are_cut_alike_need_no_conversion() -> None:
+    """Also of a model with windows."""
+    windowed = KVLayout((LayerKV(3, 8, 8, window=6), LayerKV(3, 8, 8)), 16, "float32")
+    assert BlockConversion.between(make_fingerprint(block_size=16), windowed) is None
+
+
+# -- through a receiver
+
+
+class CutOwner:
+    """A worker with one computed prompt, in blocks of its own cut."""
+
+    def __init__(self, name: str, layout: KVLayout, num_tokens: int) -> None:
+        self.fingerprint = make_fingerprint(
+            block_size=layout.block_size,
+            kv_dtype=layout.dtype,
+            kv_layout=layout.digest(),
+            kv_part=str(layout.part),
+        )
+        store, num_blocks = filled(layout, num_tokens), -(-num_tokens // layout.block_size)
+        self.leases = LeaseTable(lambda _: None)
+        sender = KVSender(self.leases, store, self.fingerprint, BootEpoch(1), max_chunk_bytes=50)
+        hashes = block_hashes(num_tokens // layout.block_size)
+        lease = self.leases.grant(make_id(name), num_blocks, hashes)
+        ready = [ReadyBlock(BlockId(i), store.checksum(BlockId(i))) for i in range(num_blocks)]
+        self.leases.progress(lease.lease_id, ready)
+        self.leases.complete(lease.lease_id, FIRST_TOKENS)
+        self.ticket = KvTicket(
+            lease.lease_id, WorkerId(name), name, BootEpoch(1), self.fingerprint, hashes, num_blocks
+        )
+        self.sender = sender
+
+
+class ByOwner:
+    """Asks the owner that the ticket names, as a worker with a certain fingerprint."""
+
+    def __init__(
+        self, fingerprint: ModelFingerprint, *owners: CutOwner, faults: Sequence[Fault] = ()
+    ) -> None:
+        self._owners = {
+            owner.ticket.owner_address: FaultyTransport(LocalTransport(owner.sender, fingerprint), faults)
+            for owner in owners
+        }
+
+    def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
+    ) -> AsyncGenerator[KvMessage, None]:
+        """See KVTransport."""
+        return self._owners[ticket.owner_address].pull(ticket, held_hashes, into)
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """See KVTransport."""
+
+    async def renew(self, ticket: KvTicket) -> LeaseState:
+        """See KVTransport."""
+        return await self._owners[ticket.owner_address].renew(ticket)
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """See KVTransport."""
+        return await self._owners[ticket.owner_address].release(ticket)
+
+
+class CutReceiver:
+    """A worker that receives into blocks of its own cut, all but the first of its pool."""
+
+    def __init__(
+        self, layout: KVLayout, num_tokens: int, *owners: CutOwner, faults: Sequence[Fault] = ()
+    ) -> None:
+        self.layout, self.num_tokens = layout, num_tokens
+        num_blocks = -(-num_tokens // layout.block_size)
+        self.store = MemoryBlockStore(num_blocks, layout.block_bytes)
+        self.block_ids = [BlockId(i) for i in range(num_blocks)]
+        fingerprint = make_fingerprint(
+            block_size=layout.block_size,
+            kv_dtype=layout.dtype,
+            kv_layout=layout.digest(),
+            kv_part=str(layout.part),
+        )
+        transport = ByOwner(fingerprint, *owners, faults=faults)
+        self.receiver = KVReceiver(transport, self.store, fingerprint, layout=layout)
+
+    def hold(self, num_blocks: int) -> None:
+        """It has the first blocks already."""
+        whole = filled(self.layout, self.num_tokens)
+        for block_id in self.block_ids[:num_blocks]:
+            self.store.write(block_id, 0, whole.read(block_id))
+
+
+@pytest.mark.parametrize("num_held_tokens", [0, 8, 16, 48])
+@pytest.mark.parametrize("sizes", [(8, 16), (16, 8), (6, 4), (16, 16)])
+async def test_a_hand_over_between_block_sizes(sizes: tuple[int, int], num_held_tokens: int) -> None:
+    """All tokens arrive where they belong, and what the receiver has in whole blocks of the owner's does not travel."""
+    theirs, ours = (layout_of(size) for size in sizes)
+    owner = CutOwner("owner", theirs, 51)
+    receiver = CutReceiver(ours, 51, owner)
+    num_held = num_held_tokens // ours.block_size
+    receiver.hold(num_held)
+    received = await receiver.receiver.receive(owner.ticket, receiver.block_ids, num_held)
+    require_tokens(receiver.store, ours, 51)
+    assert received.first_tokens == FIRST_TOKENS
+    num_travelled = owner.ticket.num_blocks - num_held * ours.block_size // theirs.block_size
+    assert (received.num_blocks, received.num_bytes) == (num_travelled, num_travelled * theirs.block_bytes)
+    assert owner.leases.stats().num_released == 1
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 16)])
+async def test_hand_overs_between_parts_of_the_heads(sizes: tuple[int, int]) -> None:
+    """A worker with half of the heads takes its half from one with all; one with all takes both halves, or refuses one alone."""
+    whole, half = layout_of(sizes[0]), layout_of(sizes[1], part=HeadPart(1, 2))
+    owner = CutOwner("whole", whole, 30)
+    receiver = CutReceiver(half, 30, owner)
+    await receiver.receiver.receive(owner.ticket, receiver.block_ids, 0)
+    require_tokens(receiver.store, half, 30)
+    owners = [CutOwner(f"half {i}", layout_of(sizes[1], part=HeadPart(i, 2)), 30) for i in range(2)]
+    joining = CutReceiver(whole, 30, *owners)
+    with pytest.raises(FingerprintMismatchError, match="kv_part"):
+        await joining.receiver.receive(owners[0].ticket, joining.block_ids, 0)
+    owners = [CutOwner(f"half {i}", layout_of(sizes[1], part=HeadPart(i, 2)), 30) for i in range(2)]
+    joining = CutReceiver(whole, 30, *owners)
+    await joining.receiver.receive_parts([each.ticket for each in owners], joining.block_ids, 0)
+    require_tokens(joining.store, whole, 30)
+    assert [each.leases.stats().num_active for each in owners] == [0, 0]
+
+
+async def test_another_type_is_refused_and_named() -> None:
+    """Keys and values in 8 bits are other numbers: nothing is asked for, and the owner has its blocks back."""
+    owner = CutOwner("owner", layout_of(16, "int8"), 20)
+    receiver = CutReceiver(layout_of(8), 20, owner)
+    with pytest.raises(FingerprintMismatchError, match="kv_dtype differs: float32 here, int8 there"):
+        await receiver.receiver.receive(owner.ticket, receiver.block_ids, 0)
+    assert owner.leases.stats().num_active == 0
+
+
+async def test_a_damaged_block_is_not_converted() -> None:
+    """It is checked before anything of it is written among ours."""
+    owner = CutOwner("owner", layout_of(16), 40)
+    receiver = CutReceiver(layout_of(8), 40, owner, faults=[Fault(FaultKind.CORRUPT, 0)])
+    with pytest.raises(KvChecksumError):
+        await receiver.receiver.receive(owner.ticket, receiver.block_ids, 0)
+    assert all(not any(receiver.store.read(block_id)) for block_id in receiver.block_ids)
+
+
+def test_a_block_that_was_written_in_place_is_not_converted() -> None:
+    """An engine puts it where a block of ours belongs."""
+    conversion = BlockConversion(layout_of(8), layout_of(16))
+    store = MemoryBlockStore(1, conversion.ours.block_bytes)
+    landing = ConvertingLanding(conversion, store, [BlockId(0)], num_held=0, num_their_blocks=2)
+    with pytest.raises(KvLostError):
+        landing.take(KvWritten(0, conversion.theirs.block_bytes, 0))

@@ -47,7 +47,7 @@ Uint32 = st.integers(0, 2**32 - 1)
 Uint64 = st.integers(0, 2**64 - 1)
 Text = st.text(max_size=8)
 Float32 = st.floats(0, 100, width=32)
-Fingerprints = st.builds(ModelFingerprint, Text, Text, Text, Text, Text, Uint32, Text)
+Fingerprints = st.builds(ModelFingerprint, Text, Text, Text, Text, Text, Text, Text, Text, Uint32, Text)
 Tickets = st.builds(
     KvTicket,
     lease_id=Text.map(LeaseId),
