@@ -15,7 +15,7 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
-from paceline.prefix_index.index import PrefixIndex
+from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
@@ -50,7 +50,7 @@ class Dispatcher:
         self,
         config: RouterConfig,
         registry: WorkerRegistry,
-        index: PrefixIndex,
+        index: PrefixLookup,
         channels: Channels,
         *,
         clock: Clock = monotonic,

@@ -18,7 +18,7 @@ from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.metrics import InstrumentedDispatcher, RequestMetrics, router_samples
+from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
 from router.service import SERVICE_NAME, InferenceServicer
 from router.tokenizer import Tokenizer, keep_torch_out
 from router.workers import WorkerRegistry
@@ -43,7 +43,8 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     admission = AdmissionController(config.max_requests)
     async with _registry(config) as registry, _index(config) as index:
         observed = RequestMetrics()
-        dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, index, registry.channels), observed)
+        timed = InstrumentedIndex(index, observed)
+        dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
         service = InferenceServicer(config, tokenizer, registry, index, admission, dispatcher)
         service.add_to(server.grpc)
         read = partial(router_samples, service, admission, index, registry)
@@ -82,7 +83,9 @@ async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
 
 @asynccontextmanager
 async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
-    index = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
+    index: PrefixIndex = MemoryPrefixIndex()
+    if config.redis:
+        index = RedisPrefixIndex(config.redis, budget_s=config.lookup_budget_s)
     try:
         yield index
     finally:

@@ -42,7 +42,8 @@ def redis_command(layout: Layout) -> tuple[str, ...]:
         "--maxmemory",
         "256mb",
         "--maxmemory-policy",
-        "volatile-ttl",
+        # Not the shortest TTL first: those are the keys that say who lives.
+        "volatile-lru",
     )
     return (str(_redis_server()), *socket, *memory, "--dir", str(layout.run_dir))
 

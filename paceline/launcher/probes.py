@@ -5,16 +5,15 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import grpc
-import redis.asyncio
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from paceline.core.errors import ConfigError
 from paceline.launcher.process import Probe
+from paceline.prefix_index.redis_client import connect
+from paceline.prefix_index.redis_url import parse_redis_url, redacted
 
 _ANSWER_S = 2.0
 
@@ -74,21 +73,12 @@ async def require_redis(url: str) -> None:
     try:
         await _ping(url)
     except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"no Redis answers at {without_password(url)}: {error}") from error
+        raise ConfigError(f"no Redis answers at {redacted(url)}: {error}") from error
 
 
 async def _ping(url: str) -> None:
-    # A probe is asked again anyway, so the client need not retry by itself.
-    client = redis.asyncio.from_url(
-        url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S, retry=Retry(NoBackoff(), 0)
-    )
-    async with client:
-        await client.ping()
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}").geturl()
+    client = connect(parse_redis_url(url), timeout_s=_ANSWER_S, max_connections=1)
+    try:
+        await client.commands.ping()
+    finally:
+        await client.aclose()

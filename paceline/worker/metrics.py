@@ -58,6 +58,7 @@ def worker_samples(worker: "Worker") -> list[Sample]:
     """What the worker's parts say of themselves now."""
     stats, leases = worker.engine.stats, worker.leases.stats()
     queues = stats.queues
+    table, publisher = worker.index.stats(), worker.publisher.stats()
     queued = zip(PRIORITY_NAMES.values(), queues.num_waiting_by_priority, strict=True)
     return [
         Sample(metrics.RUNNING, stats.num_running),
@@ -84,6 +85,14 @@ def worker_samples(worker: "Worker") -> list[Sample]:
         Sample(metrics.KV_HITS, stats.pool.num_hits),
         Sample(metrics.KV_EVICTIONS, stats.pool.num_evictions),
         Sample(metrics.KV_PULLED, worker.num_blocks_pulled),
+        Sample(metrics.INDEX_SHARED, worker.index.mode == "redis"),
+        Sample(metrics.INDEX_FAILURES, table.num_failures),
+        Sample(metrics.INDEX_SKIPPED, table.num_skipped),
+        Sample(metrics.INDEX_ENTRIES, publisher.num_held),
+        Sample(metrics.INDEX_PENDING, publisher.num_pending),
+        Sample(metrics.INDEX_REFRESHED, publisher.num_refreshed),
+        Sample(metrics.INDEX_LOST, table.num_lost_entries + publisher.num_dropped),
+        Sample(metrics.INDEX_REFUSED, table.num_refused_entries),
         Sample(metrics.LEASES, leases.num_active),
         Sample(metrics.LEASES_EXPIRED, leases.num_expired),
     ]

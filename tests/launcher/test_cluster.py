@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.cluster import LocalCluster, router_command, worker_command
 from paceline.launcher.config import UpConfig
 from paceline.launcher.layout import Layout, metrics_ports
-from paceline.launcher.probes import free_port, listening, without_password
+from paceline.launcher.probes import free_port, listening
 from paceline.launcher.supervisor import RestartPolicy
 
 
@@ -139,12 +139,6 @@ def test_the_address_to_call(host: str, listens: str, called: str) -> None:
     """A router that listens everywhere is called on loopback."""
     layout = _layout(UpConfig(host=host))
     assert (layout.router_address, layout.local_router_address) == (listens, called)
-
-
-def test_a_password_is_not_shown() -> None:
-    """A Redis URL is shown without its password."""
-    assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
-    assert without_password("redis://h:1/0") == "redis://h:1/0"
 
 
 def test_a_busy_port_is_refused() -> None:

