@@ -180,6 +180,12 @@ KV_EVICTIONS = Metric(
     "paceline_kv_evicted_blocks_total", "counter", "Cached blocks taken for something else."
 )
 KV_PULLED = Metric("paceline_kv_pulled_blocks_total", "counter", "Blocks pulled from other workers.")
+INDEX_REACHED = Metric(
+    "paceline_index_reached", "gauge", "1 while the prefix table takes what this worker publishes, else 0."
+)
+INDEX_PUBLISH_FAILURES = Metric(
+    "paceline_index_publish_failures_total", "counter", "Calls of this worker that failed or were not made."
+)
 INDEX_ENTRIES = Metric(
     "paceline_index_entries", "gauge", "Cached blocks that this worker names in the prefix table."
 )
