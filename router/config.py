@@ -32,6 +32,14 @@ class RouterConfig:
     local_prefill_tokens: int = option(
         16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
     )
+    cache_salt_file: str = option(
+        "",
+        "a file with a secret, the same for all routers: tenants share no cached block; empty: all is shared",
+    )
+    public_prefixes: str = option(
+        "",
+        'what tenants share all the same: a JSON Lines file, {"name": .., "token_ids": [..]} a line; empty: none',
+    )
     metrics_port: int = option(
         0, "port of the metrics, on the host of --listen; 0: any that is free, -1: none"
     )

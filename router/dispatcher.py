@@ -263,8 +263,8 @@ class Dispatcher:
         block_size = served.fingerprint.block_size
         held = {}
         if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
-            root = chain_root(served.fingerprint.digest(), job.spec.cache_scope)
-            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size))
+            root, scope = chain_root(served.fingerprint.digest(), job.spec.cache_scope), job.spec.cache_scope
+            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size, scope))
         return place(
             PromptFacts(len(token_ids), block_size, held, frozenset(job.failed_on)),
             self._registry.views(inference_pb2.WORKER_ROLE_PREFILL),
