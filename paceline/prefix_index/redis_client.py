@@ -22,8 +22,8 @@ from redis.exceptions import InvalidResponse
 
 from paceline.prefix_index.redis_url import RedisAddress
 
-# Ours are far smaller; the largest is the list of the nodes of a big cluster.
-MAX_REPLY_BYTES = 1 << 20
+# Ours are far smaller; the largest is a cluster's list of all of its server's commands, which takes a fifth of this.
+MAX_REPLY_BYTES = 4 << 20
 # What an element of a reply takes in memory, beside its bytes.
 _ELEMENT_BYTES = 64
 
@@ -110,8 +110,10 @@ def _through_sentinels(
 ) -> RedisClient:
     secure = {} if address.tls is None else {"ssl": True, **address.tls}
     their_login = {"username": address.sentinel_username, "password": address.sentinel_password}
+    # They are asked one after the other: one that is silent leaves time for the next ones, and for the master.
+    times = _transport(timeout_s / (len(address.hosts) + 1))
     sentinels = Sentinel(  # type: ignore[no-untyped-call] # it has no types
-        address.hosts, sentinel_kwargs={**their_login, **_transport(timeout_s), **secure}
+        address.hosts, sentinel_kwargs={**their_login, **times, **secure}
     )
     for sentinel in sentinels.sentinels:
         sentinel.connection_pool.connection_kwargs["parser_class"] = BoundedParser

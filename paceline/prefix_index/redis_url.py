@@ -4,6 +4,7 @@
     unix://[user[:password]@]/path[?db=N]
     redis+sentinel://[user:password@]host[:port][,host[:port]...]/service[/db]      rediss+sentinel://...
     redis+cluster://[user:password@]host[:port][,host[:port]...]                    rediss+cluster://...
+    @/path                                               a file that holds one of these: nobody sees it among a process's arguments
 
 What is wrong is said without the password, which never leaves this module but in a `RedisAddress`.
 """
@@ -56,7 +57,7 @@ class RedisAddress:
 def parse_redis_url(url: str) -> RedisAddress:
     """Raises ConfigError, which says what is wrong with the URL and never shows its password."""
     try:
-        return _parse(url)
+        return _parse(_read(url[1:]) if url.startswith("@") else url)
     except _BadUrlError as error:
         # `from None`: the traceback of what went wrong may hold parts of the password.
         raise ConfigError(f"--redis {redacted(url)}: {error}") from None
@@ -70,6 +71,13 @@ def redacted(url: str) -> str:
         user = f"{user.partition(':')[0]}:***"
     where = re.sub(r"(password=)[^&]*", r"\1***", where)
     return f"{scheme}{separator}{user}{at}{where}"
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise _BadUrlError("cannot be read") from None
 
 
 class _BadUrlError(Exception):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import redis.asyncio
@@ -110,9 +111,9 @@ async def test_a_redis_of_the_users_own_serves_as_well(
 ) -> None:
     """With --redis no server is started, the table is in the one that was named, and that one outlives the cluster.
 
-    When it was restarted, and has lost everything, workers publish again what they hold.
+    When it was restarted, and has lost everything, workers publish again what they hold. Its password is nowhere to be seen.
     """
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"), password="s3cr3t")
     try:
         async with running_cluster(
             tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", redis=server.url
@@ -126,6 +127,8 @@ async def test_a_redis_of_the_users_own_serves_as_well(
             server.kill()
             server.start()
             await table_is_full_again(server.url)
+            commands = [" ".join(psutil.Process(pid).cmdline()) for pid in cluster.local.pids.values()]
+            assert not any("s3cr3t" in shown for shown in (*commands, cluster.logs()))
         async with redis.asyncio.from_url(server.url) as table:
             assert await table.ping()
     finally:

@@ -141,6 +141,16 @@ def test_the_address_to_call(host: str, listens: str, called: str) -> None:
     assert (layout.router_address, layout.local_router_address) == (listens, called)
 
 
+def test_a_password_is_no_argument_of_a_process() -> None:
+    """What others on the machine could read in a list of processes names a file that only we can read."""
+    for url in ("redis://u:secret@far", "redis+sentinel://far/m?sentinel_password=secret"):
+        layout = _layout(UpConfig(topology="1P1D", redis=url))
+        for command in (router_command(layout), worker_command(layout, "prefill-0")):
+            assert "secret" not in " ".join(command)
+            assert f"@{layout.redis_file}" in command
+    assert "redis://u@far" in router_command(_layout(UpConfig(redis="redis://u@far")))
+
+
 def test_a_busy_port_is_refused() -> None:
     """A port that somebody listens on is refused by number."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -16,7 +16,8 @@ from tests.prefix_index.blocks import ANNE, ANNE_REBORN, BERT
 class EmbeddedRedis:
     """One server without persistence. Only its own process is ever signalled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, password: str = "") -> None:
+        self._password = password
         self._socket = folder / "redis.sock"
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
@@ -25,12 +26,22 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"unix://{self._socket}"
+        login = f":{self._password}@" if self._password else ""
+        return f"unix://{login}{self._socket}"
 
     def start(self) -> None:
         """Starts it empty; returns when it answers."""
         command = [get_binary_path(), "--port", "0", "--unixsocket", self._socket, "--dir", self._folder]
-        command += ["--save", "", "--appendonly", "no", "--enable-debug-command", "yes"]
+        command += [
+            "--requirepass",
+            self._password,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--enable-debug-command",
+            "yes",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         lines = iter(self._process.stdout.readline, "")

@@ -1,6 +1,7 @@
 """The table in every form of Redis that an operator may have: one server with users, TLS, Sentinels, a cluster."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.thorough
 FIRST, SECOND = chain(1, 40), chain(2, 40)
 PASSWORD = "w/or@d"
 ENCODED = "w%2For%40d"
+# As documented.
+RULES = "~paceline:* -@all +eval +set +get +hset +hget +hgetall +hmget +hdel +hlen +expire +time"
 
 
 async def works(index: RedisPrefixIndex) -> None:
@@ -50,10 +53,9 @@ async def fails(index: RedisPrefixIndex) -> None:
 async def test_a_user_with_a_password_has_the_keys_of_paceline(tmp_path: Path) -> None:
     """A user who may run the scripts on `paceline:*`, and nothing else, is enough; a wrong password is a failure."""
     (port,) = free_ports(1)
-    rules = "~paceline:* -@all +eval +set +get +hset +hget +hgetall +hmget +hdel +hlen +expire +time"
     config = tmp_path / "redis.conf"
     config.write_text(
-        f'port {port}\nbind 127.0.0.1\nsave ""\nuser default off\nuser ann on >{PASSWORD} {rules}\n'
+        f'port {port}\nbind 127.0.0.1\nsave ""\nuser default off\nuser ann on >{PASSWORD} {RULES}\n'
     )
     with running([get_binary_path(), config], tmp_path / "r"):
         url = f"redis://ann:{ENCODED}@127.0.0.1:{port}"
@@ -115,6 +117,7 @@ async def test_sentinels_say_who_the_master_is_also_after_a_failover(tmp_path: P
         "sentinel down-after-milliseconds ours 500\nsentinel failover-timeout ours 5000\nrequirepass watch\n"
     )
     with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
         running([server, "--port", one, *login], tmp_path / "one") as master,
         running([server, "--port", two, *login, "--replicaof", f"127.0.0.1 {one}"], tmp_path / "two"),
         running([sentinel, config], tmp_path / "sentinel"),
@@ -125,7 +128,9 @@ async def test_sentinels_say_who_the_master_is_also_after_a_failover(tmp_path: P
         )
         watcher = watcher_of(port, password="watch")
         until(watcher, f"SENTINEL REPLICAS ours -> {two}")
-        url = f"redis+sentinel://:{ENCODED}@127.0.0.1:1,127.0.0.1:{port}/ours?sentinel_password=watch"
+        # Nobody listens at the first address, and nobody answers at the second.
+        hosts = f"127.0.0.1:1,127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{port}"
+        url = f"redis+sentinel://:{ENCODED}@{hosts}/ours?sentinel_password=watch"
         await works(RedisPrefixIndex(url, budget_s=5.0))
         index = RedisPrefixIndex(url, budget_s=5.0, limit_s=5.0, pause_s=0.0)
         await index.publish(ANNE, entries(FIRST))
@@ -142,6 +147,9 @@ async def test_sentinels_say_who_the_master_is_also_after_a_failover(tmp_path: P
 async def test_a_redis_cluster_has_each_chain_in_one_slot(tmp_path: Path) -> None:
     """On a cluster of three every call works, chains lie on several nodes, and a lost node costs its chains only."""
     with valkey_cluster(tmp_path) as ports:
+        for port in ports:
+            until(watcher_of(port), f"ACL SETUSER ann on >word {RULES} +cluster|slots +command -> OK")
+        await works(RedisPrefixIndex(f"redis+cluster://ann:word@127.0.0.1:{ports[0]}", budget_s=5.0))
         url = "redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports)
         await works(RedisPrefixIndex(url, budget_s=5.0))
         index = RedisPrefixIndex(url, budget_s=5.0)

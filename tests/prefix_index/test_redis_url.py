@@ -90,6 +90,19 @@ def test_a_file_that_is_there_is_taken(tmp_path: Path) -> None:
     }
 
 
+def test_a_url_may_stand_in_a_file(tmp_path: Path) -> None:
+    """`@` and a path: it is read from there, and what is wrong with it is said without showing it."""
+    file = tmp_path / "redis.url"
+    file.write_text("redis://ann:s3cr3t@far:7\n")
+    assert parse_redis_url(f"@{file}") == parse_redis_url("redis://ann:s3cr3t@far:7")
+    file.write_text("redis://ann:s3cr3t@far:port")
+    with pytest.raises(ConfigError, match=f"--redis @{file}: has a host") as caught:
+        parse_redis_url(f"@{file}")
+    assert "s3cr3t" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse_redis_url(f"@{tmp_path / 'none'}")
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
