@@ -16,6 +16,7 @@ from paceline.prefix_index.redis_client import connect
 from paceline.prefix_index.redis_url import parse_redis_url, redacted
 
 _ANSWER_S = 2.0
+_REDIS_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 
 
 def free_port(host: str, port: int, flag: str = "--port") -> int:
@@ -61,7 +62,7 @@ def answering(redis_url: str) -> Probe:
     async def probe() -> bool:
         try:
             await _ping(redis_url)
-        except (redis.RedisError, OSError):
+        except _REDIS_ERRORS:
             return False
         return True
 
@@ -72,8 +73,10 @@ async def require_redis(url: str) -> None:
     """Raises ConfigError when there is no Redis at `url`."""
     try:
         await _ping(url)
-    except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"no Redis answers at {redacted(url)}: {error}") from error
+    except (*_REDIS_ERRORS, ValueError) as error:
+        # Behind it the client shows its own objects, one for each Sentinel.
+        reason = str(error).partition(" : <")[0]
+        raise ConfigError(f"no Redis answers at {redacted(url)}: {reason}") from error
 
 
 async def _ping(url: str) -> None:

@@ -226,10 +226,21 @@ async def test_a_cancelled_start_leaves_nothing(model_dir: Path) -> None:
     assert not psutil.Process().children(recursive=True)
 
 
-async def test_an_unreachable_redis_is_refused(model_dir: Path) -> None:
-    """Nothing is started when the Redis that was asked for does not answer."""
-    with pytest.raises(ConfigError, match="no Redis answers at"):
-        await LocalCluster(_config(redis="redis://127.0.0.1:1"), model_dir).start()
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cr3t@127.0.0.1:1",
+        "rediss://:s3cr3t@127.0.0.1:1",
+        "redis+sentinel://:s3cr3t@127.0.0.1:1/ours?sentinel_password=s3cr3t",
+        "redis+cluster://:s3cr3t@127.0.0.1:1",
+    ],
+)
+async def test_an_unreachable_redis_is_refused(model_dir: Path, url: str) -> None:
+    """Nothing is started when the Redis that was asked for does not answer; one sentence says so, without its password."""
+    with pytest.raises(ConfigError, match="no Redis answers at") as caught:
+        await LocalCluster(_config(redis=url), model_dir).start()
+    assert "s3cr3t" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 async def test_a_log_directory_that_cannot_be_is_refused(model_dir: Path) -> None:
