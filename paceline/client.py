@@ -53,12 +53,11 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int | None  # no end before so many
     ignore_eos: bool | None
     include_stop: bool | None  # show the stop string that ended the answer
-    num_top_logprobs: (
-        int | None
-    )  # log probabilities of each output token and of its best alternatives, 0 to 20
+    num_top_logprobs: int | None  # log probabilities of output tokens and their best alternatives, 0 to 20
     prompt_logprobs: bool | None  # those of prompt tokens, from the second on, and of output tokens
     priority: Priority | None  # "standard" when absent
     bypass_cache: bool | None  # neither read nor fill the prefix cache
+    public_prefix: str | None  # the operator's name for what the prompt begins with, and tenants share
     client_request_id: str | None  # a label for the server's log
     timeout_s: float | None  # DEFAULT_TIMEOUT_S when absent; None is no deadline
 
@@ -226,7 +225,9 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2
         sampling=_sampling(options),
         stopping=_stopping(options),
         priority=_priority(options.get("priority")),
-        cache=inference_pb2.CacheOptions(bypass=options.get("bypass_cache")),
+        cache=inference_pb2.CacheOptions(
+            bypass=options.get("bypass_cache"), public_prefix=options.get("public_prefix")
+        ),
     )
     num_top = options.get("num_top_logprobs")
     if num_top is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from paceline.core.errors import ConfigError
+from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
 from router.placement import DisaggregateMode
@@ -19,7 +20,10 @@ class RouterConfig:
     )
     prefill: str = option("", "addresses of the prefill workers, separated by commas")
     decode: str = option("", "addresses of the decode workers, separated by commas")
-    redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
+    redis: str = option("", "the prefix table, redis://... or another form of URL; empty: none")
+    lookup_budget_s: float = option(
+        0.005, "seconds a look-up in the prefix table may take; a later answer counts as none"
+    )
     disaggregate: str = option(
         "auto",
         "where prompts are computed: always on a prefill worker, never, or auto (placement decides)",
@@ -27,6 +31,14 @@ class RouterConfig:
     )
     local_prefill_tokens: int = option(
         16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
+    )
+    cache_salt_file: str = option(
+        "",
+        "a file with a secret, the same for all routers: tenants share no cached block; empty: all is shared",
+    )
+    public_prefixes: str = option(
+        "",
+        'what tenants share all the same: a JSON Lines file, {"name": .., "token_ids": [..]} a line; empty: none',
     )
     metrics_port: int = option(
         0, "port of the metrics, on the host of --listen; 0: any that is free, -1: none"
@@ -50,6 +62,10 @@ class RouterConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         check_metrics_port(self.metrics_port)
+        if self.redis:
+            parse_redis_url(self.redis)
+        if self.lookup_budget_s <= 0:
+            raise ConfigError(f"--lookup-budget-s must be more than 0, not {self.lookup_budget_s:g}")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         if not self.decode_addresses:

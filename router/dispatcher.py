@@ -15,7 +15,7 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
-from paceline.prefix_index.index import PrefixIndex
+from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
@@ -50,7 +50,7 @@ class Dispatcher:
         self,
         config: RouterConfig,
         registry: WorkerRegistry,
-        index: PrefixIndex,
+        index: PrefixLookup,
         channels: Channels,
         *,
         clock: Clock = monotonic,
@@ -263,8 +263,8 @@ class Dispatcher:
         block_size = served.fingerprint.block_size
         held = {}
         if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
-            root = chain_root(served.fingerprint.digest(), job.spec.cache_scope)
-            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size))
+            root, scope = chain_root(served.fingerprint.digest(), job.spec.cache_scope), job.spec.cache_scope
+            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size, scope))
         return place(
             PromptFacts(len(token_ids), block_size, held, frozenset(job.failed_on)),
             self._registry.views(inference_pb2.WORKER_ROLE_PREFILL),

@@ -1,12 +1,15 @@
 """The router's metrics: what the dispatcher says about each request, observed on its way, and what the parts count."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from paceline.prefix_index.index import PrefixIndex
+from paceline.core.block_hash import BlockHash
+from paceline.core.clock import Clock, monotonic
+from paceline.core.prefix import WorkerKey
+from paceline.prefix_index.index import PrefixIndex, PrefixLookup
 from paceline.runtime import metrics
 from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.v1 import inference_pb2
@@ -34,6 +37,7 @@ class RequestMetrics:
         self.prompt_tokens = counter(metrics.PROMPT_TOKENS, self.registry)
         self.cached_prompt_tokens = counter(metrics.CACHED_PROMPT_TOKENS, self.registry)
         self.output_tokens = counter(metrics.OUTPUT_TOKENS, self.registry)
+        self.lookup = histogram(metrics.INDEX_LOOKUP, self.registry)
 
 
 class InstrumentedDispatcher:
@@ -53,6 +57,22 @@ class InstrumentedDispatcher:
                     yield event
         finally:
             watch.end()
+
+
+class InstrumentedIndex:
+    """Times the look-ups of the next one; those that find no table, too."""
+
+    def __init__(self, next_index: PrefixLookup, observed: RequestMetrics, clock: Clock = monotonic) -> None:
+        self._next = next_index
+        self._observed = observed
+        self._clock = clock
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+        """The next one's answer."""
+        begin_s = self._clock()
+        found = await self._next.lookup(hashes)
+        self._observed.lookup.observe(self._clock() - begin_s)
+        return found
 
 
 @dataclass(slots=True)
@@ -134,6 +154,9 @@ def router_samples(
         Sample(metrics.INDEX_SHARED, index.mode == "redis"),
         Sample(metrics.INDEX_LOOKUPS, table.num_lookups),
         Sample(metrics.INDEX_FAILURES, table.num_failures),
+        Sample(metrics.INDEX_LATE, table.num_late),
+        Sample(metrics.INDEX_SKIPPED, table.num_skipped),
+        Sample(metrics.INDEX_GARBAGE, table.num_garbage),
         *(Sample(metrics.WORKERS, len(seen), (tier,)) for tier, seen in views.items()),
         *(
             Sample(metrics.WORKERS_COOLING, sum(view.cooling_down for view in seen), (tier,))

@@ -16,9 +16,10 @@ from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
+from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
-from router.metrics import InstrumentedDispatcher, RequestMetrics, router_samples
+from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
 from router.service import SERVICE_NAME, InferenceServicer
 from router.tokenizer import Tokenizer, keep_torch_out
 from router.workers import WorkerRegistry
@@ -39,12 +40,15 @@ def run_router(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
+    secret = read_salt(config.cache_salt_file)
+    scopes = CacheScopes(secret, read_public_prefixes(config.public_prefixes, tokenizer))
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
     admission = AdmissionController(config.max_requests)
     async with _registry(config) as registry, _index(config) as index:
         observed = RequestMetrics()
-        dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, index, registry.channels), observed)
-        service = InferenceServicer(config, tokenizer, registry, index, admission, dispatcher)
+        timed = InstrumentedIndex(index, observed)
+        dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
+        service = InferenceServicer(config, tokenizer, registry, index, admission, dispatcher, scopes)
         service.add_to(server.grpc)
         read = partial(router_samples, service, admission, index, registry)
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
@@ -82,7 +86,9 @@ async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
 
 @asynccontextmanager
 async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
-    index = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
+    index: PrefixIndex = MemoryPrefixIndex()
+    if config.redis:
+        index = RedisPrefixIndex(config.redis, budget_s=config.lookup_budget_s)
     try:
         yield index
     finally:

@@ -25,6 +25,7 @@ from paceline.runtime.version import VERSION
 from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_tokenize
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
+from router.cache_scopes import CacheScopes
 from router.config import RouterConfig
 from router.job import Job, RequestRunner, Tokens
 from router.output import OutputStream
@@ -78,6 +79,7 @@ class InferenceServicer:
         index: PrefixIndex,
         admission: AdmissionController,
         dispatcher: RequestRunner,
+        scopes: CacheScopes,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -85,6 +87,7 @@ class InferenceServicer:
         self._index = index
         self._admission = admission
         self._dispatcher = dispatcher
+        self._scopes = scopes
         # Requests to tokenise wait in the same line as those to generate.
         self._tokenizing = AdmissionController(_MAX_TOKENIZING)
         self._num_ended: Counter[str] = Counter()
@@ -214,6 +217,7 @@ class InferenceServicer:
             raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
         check_prompt_logprobs(request, num_prompt)
         num_left = limits.max_model_tokens - num_prompt
+        block_size = self._require_served().fingerprint.block_size
         spec = SequenceSpec(
             sequence_id=SequenceId(request_id, 0),
             prompt_ids=prompt_ids,
@@ -225,6 +229,7 @@ class InferenceServicer:
             num_top_logprobs=request.num_top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
+            cache_scope=self._scopes.scope_of(request.public_prefix, prompt_ids, block_size),
             candidates=tuple(range(request.n)),
             priority=request.priority,
         )

@@ -44,7 +44,7 @@ class SimulatedRouter:
     def place(self, spec: SequenceSpec, now_s: float) -> Route:
         """The workers of a request."""
         root = chain_root(self._spec.decode.fingerprint, spec.cache_scope)
-        hashes = hash_full_blocks(root, spec.prompt_ids, self._spec.block_size)
+        hashes = hash_full_blocks(root, spec.prompt_ids, self._spec.block_size, spec.cache_scope)
         held = _at_once(self._index.lookup(hashes))
         return place(
             PromptFacts(len(spec.prompt_ids), self._spec.block_size, held),

@@ -1,6 +1,7 @@
 """Names for full KV blocks: a keyed, chained 128-bit digest over everything that the block's content depends on.
 
-Two blocks have the same hash only if model, cache scope, all earlier tokens and their own tokens are the same.
+Two blocks have the same hash only if model, all earlier tokens, their own tokens and, behind what is public, the cache
+scope's salt are the same.
 """
 
 import hashlib
@@ -8,6 +9,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 from typing import NewType
+
+from paceline.core.cache_scope import CacheScope
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -18,8 +21,9 @@ _KEYED = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=_KEY)
 
 
 def chain_root(fingerprint: bytes, cache_scope: str) -> BlockHash:
-    """What the chain starts from: requests with another model or another scope share no block."""
-    return _digest(_with_length(fingerprint) + _with_length(cache_scope.encode()))
+    """What the chain starts from: requests with another model share no block, nor do those of other scopes with one salt each."""
+    salt = CacheScope.parse(cache_scope).root_salt
+    return _digest(_with_length(fingerprint) + _with_length(salt.encode()))
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
@@ -27,12 +31,27 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return _digest(parent + array("I", token_ids).tobytes())
 
 
-def hash_full_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> tuple[BlockHash, ...]:
-    """The hashes of the full blocks of `token_ids`, in order; a partial last block has none."""
+def salted(parent: BlockHash, cache_scope: str, start: int, end: int) -> BlockHash:
+    """What the block of the tokens from `start` up to `end` follows: `parent`, with the salt where its scope becomes private."""
+    # Nearly always: what has no public part, and that is seen at once.
+    if not cache_scope.startswith("public:"):
+        return parent
+    scope = CacheScope.parse(cache_scope)
+    return _digest(parent + _with_length(scope.salt.encode())) if scope.begins_private(start, end) else parent
+
+
+def hash_full_blocks(
+    root: BlockHash, token_ids: Sequence[int], block_size: int, cache_scope: str = ""
+) -> tuple[BlockHash, ...]:
+    """The hashes of the full blocks of `token_ids`, in order; a partial last block has none.
+
+    `root` is the chain's, of this scope.
+    """
     hashes: list[BlockHash] = []
     parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = hash_block(parent, token_ids[end - block_size : end])
+        start = end - block_size
+        parent = hash_block(salted(parent, cache_scope, start, end), token_ids[start:end])
         hashes.append(parent)
     return tuple(hashes)
 

@@ -47,7 +47,7 @@ class InvalidRequestError(PacelineError):
 
 
 class BadPromptError(InvalidRequestError):
-    """The prompt is empty, not text, or holds an unknown role or token id."""
+    """The prompt is empty, not text, holds an unknown role or token id, or is said to begin with a prefix that nobody knows."""
 
     reason = "BAD_PROMPT"
 

@@ -91,6 +91,8 @@ class Request:
     stopping: StopConditions
     client_request_id: str = ""
     bypass_cache: bool = False
+    # A name of the operator's for tokens that the prompt begins with, whose blocks all tenants share.
+    public_prefix: str | None = None
     # The most probable alternatives to return with each token; None: no log probabilities at all.
     num_top_logprobs: int | None = None
     # Log probabilities of the prompt's tokens too.
@@ -123,6 +125,7 @@ class SequenceSpec:
     prompt_logprobs: bool = False
     bypass_cache: bool = False
     candidates: tuple[int, ...] = (0,)
+    # See CacheScope.
     cache_scope: str = ""
     time_budget_s: float | None = None
     priority: Priority = Priority.STANDARD

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 
-from paceline.core.block_hash import BlockHash
+from paceline.core.block_hash import BlockHash, salted
 from paceline.core.request import Priority
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.cached_prefix import CachedPrefix, find_prefix
@@ -90,8 +90,9 @@ class Room:
         size, hashes, token_ids = self._pool.block_size, sequence.block_hashes, sequence.token_ids
         end = (len(hashes) + 1) * size
         while end <= len(token_ids):
-            parent = hashes[-1] if hashes else sequence.root
-            hashes.append(self._hash_block(parent, token_ids[end - size : end]))
+            start, last = end - size, hashes[-1] if hashes else sequence.root
+            parent = salted(last, sequence.spec.cache_scope, start, end)
+            hashes.append(self._hash_block(parent, token_ids[start:end]))
             end += size
 
     def _reserve(self, sequence: Sequence, spare: int) -> bool:

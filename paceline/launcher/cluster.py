@@ -42,7 +42,8 @@ def redis_command(layout: Layout) -> tuple[str, ...]:
         "--maxmemory",
         "256mb",
         "--maxmemory-policy",
-        "volatile-ttl",
+        # Not the shortest TTL first: those are the keys that say who lives.
+        "volatile-lru",
     )
     return (str(_redis_server()), *socket, *memory, "--dir", str(layout.run_dir))
 
@@ -87,7 +88,7 @@ def router_command(layout: Layout) -> tuple[str, ...]:
 def _service(layout: Layout, module: str) -> tuple[str, ...]:
     file = layout.config.config
     return (
-        *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_url),
+        *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_setting),
         *(("--config", str(Path(file).resolve())) if file else ()),
     )
 
@@ -158,6 +159,8 @@ class LocalCluster:
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
             self._layout = Layout(config, self._model, run_dir, port, kv_bytes, metrics_ports(config))
             _make_log_dir(self._layout.log_dir)
+            # Nobody else can enter its directory.
+            self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()

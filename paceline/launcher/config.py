@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.launcher.models import DEFAULT_MODEL, PACKAGED_MODELS
+from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
 from paceline.runtime.metrics_server import check_metrics_port
@@ -126,7 +127,9 @@ class UpConfig:
     pinned_prefixes: str | None = option(
         None, 'prefixes that every worker keeps in its cache: a JSON Lines file, {"token_ids": [..]} a line'
     )
-    redis: str | None = option(None, "redis://... of the prefix table; without it one is started here")
+    redis: str | None = option(
+        None, "redis://... of the prefix table, or another form of URL; without it one is started here"
+    )
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
     host: str = option(
         "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
@@ -151,6 +154,8 @@ class UpConfig:
         if self.disaggregate == "always" and topology.num_prefill == 0:
             raise ConfigError(f"--disaggregate always needs a prefill worker, and --topology is {topology}")
         check_serving(self)
+        if self.redis:
+            parse_redis_url(self.redis)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not between 0 and 65535")
         check_metrics_port(self.metrics_port)

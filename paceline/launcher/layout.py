@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.launcher.config import UpConfig
 from paceline.launcher.probes import listening
+from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.metrics_server import METRICS_HOST, NO_METRICS
 
 
@@ -24,6 +25,17 @@ class Layout:
     @property
     def redis_url(self) -> str:
         return self.config.redis or f"unix://{self.redis_socket}"
+
+    @property
+    def redis_setting(self) -> str:
+        """`redis_url` as our processes are told it: what holds a password stands in a file of this user's."""
+        address = parse_redis_url(self.redis_url)
+        has_secret = address.password or address.sentinel_password
+        return f"@{self.redis_file}" if has_secret else self.redis_url
+
+    @property
+    def redis_file(self) -> Path:
+        return self.run_dir / "redis.url"
 
     @property
     def redis_socket(self) -> Path:

@@ -5,18 +5,18 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import grpc
-import redis.asyncio
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from paceline.core.errors import ConfigError
 from paceline.launcher.process import Probe
+from paceline.prefix_index.redis_client import connect
+from paceline.prefix_index.redis_url import parse_redis_url, redacted
 
 _ANSWER_S = 2.0
+_REDIS_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 
 
 def free_port(host: str, port: int, flag: str = "--port") -> int:
@@ -62,7 +62,7 @@ def answering(redis_url: str) -> Probe:
     async def probe() -> bool:
         try:
             await _ping(redis_url)
-        except (redis.RedisError, OSError):
+        except _REDIS_ERRORS:
             return False
         return True
 
@@ -73,22 +73,15 @@ async def require_redis(url: str) -> None:
     """Raises ConfigError when there is no Redis at `url`."""
     try:
         await _ping(url)
-    except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"no Redis answers at {without_password(url)}: {error}") from error
+    except (*_REDIS_ERRORS, ValueError) as error:
+        # Behind it the client shows its own objects, one for each Sentinel.
+        reason = str(error).partition(" : <")[0]
+        raise ConfigError(f"no Redis answers at {redacted(url)}: {reason}") from error
 
 
 async def _ping(url: str) -> None:
-    # A probe is asked again anyway, so the client need not retry by itself.
-    client = redis.asyncio.from_url(
-        url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S, retry=Retry(NoBackoff(), 0)
-    )
-    async with client:
-        await client.ping()
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be shown."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}").geturl()
+    client = connect(parse_redis_url(url), timeout_s=_ANSWER_S, max_connections=1)
+    try:
+        await client.commands.ping()
+    finally:
+        await client.aclose()

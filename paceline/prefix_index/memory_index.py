@@ -6,7 +6,7 @@ from paceline.core.block_hash import BlockHash
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
-from paceline.prefix_index.index import IndexMode, IndexStats
+from paceline.prefix_index.index import IndexMode, IndexStats, Renewal
 from paceline.prefix_index.matching import leading_blocks
 
 
@@ -22,13 +22,14 @@ class MemoryPrefixIndex:
         """No other process sees this table."""
         return "none"
 
-    async def publish(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> None:
+    async def publish(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> bool:
         """The worker holds these blocks now."""
         for entry in entries:
             holders = self._holders.setdefault(entry.block_hash, {})
             holders[worker.worker_id] = (worker.boot_epoch, entry.block_id)
+        return True
 
-    async def remove(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> None:
+    async def remove(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> bool:
         """The worker holds these blocks no more."""
         for entry in entries:
             holders = self._holders.get(entry.block_hash, {})
@@ -36,6 +37,11 @@ class MemoryPrefixIndex:
                 del holders[worker.worker_id]
             if not holders:
                 self._holders.pop(entry.block_hash, None)
+        return True
+
+    async def renew(self, worker: WorkerKey) -> Renewal:  # noqa: ARG002 - a table's signature
+        """Nothing is ever forgotten here."""
+        return "known"
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
         """How many leading blocks each worker holds."""

@@ -1,11 +1,10 @@
 """The prefix table in Redis: shared by all processes, and no more than a hint that may be slow, gone or wrong.
 
-One hash a block:
+    paceline:block:{<hash of the chain's first block>}:<hash of the block>    hash: worker id -> "<boot epoch>:<block id>:<end>"
+    paceline:live:<boot epoch>                                                string: worker id
 
-    paceline:block:{<hash of the chain's first block>}:<hash of the block>    worker id -> "<boot epoch>:<block id>"
-
-The braces put a chain into one slot of a Redis Cluster, so that one script can walk it. Each key has a TTL.
-Nothing newer than Redis 7.0 is needed.
+The braces put a chain into one slot of a Redis Cluster, so that one script can walk it. An entry ends at `end`, its key
+with the last of its entries; a boot epoch's key lives for seconds. Nothing newer than Redis 7.0 is needed.
 """
 
 import asyncio
@@ -14,56 +13,29 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
 from paceline.core.block_hash import BlockHash
 from paceline.core.clock import Clock, monotonic
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
+from paceline.prefix_index import scripts
 from paceline.prefix_index.breaker import CircuitBreaker
-from paceline.prefix_index.index import IndexMode, IndexStats
-from paceline.prefix_index.matching import leading_blocks
+from paceline.prefix_index.index import IndexMode, IndexStats, Renewal
+from paceline.prefix_index.redis_client import connect
+from paceline.prefix_index.redis_url import parse_redis_url
 
-# KEYS: blocks of one chain. ARGV: worker id, TTL in seconds, a value for each key.
-_PUBLISH = """
-for i, key in ipairs(KEYS) do
-  redis.pcall('HSET', key, ARGV[1], ARGV[i + 2])
-  redis.pcall('EXPIRE', key, ARGV[2])
-end
-"""
-
-# KEYS: blocks of one chain. ARGV: worker id, a value for each key. What was published since has another value, and
-# stays.
-_REMOVE = """
-for i, key in ipairs(KEYS) do
-  if redis.pcall('HGET', key, ARGV[1]) == ARGV[i + 1] then redis.pcall('HDEL', key, ARGV[1]) end
-end
-"""
-
-# KEYS: a chain from its first block. Gives the fields of each key up to the first that has none: after it nobody
-# can have a leading block.
-_LOOKUP = """
-local found = {}
-for i, key in ipairs(KEYS) do
-  local fields = redis.pcall('HGETALL', key)
-  if #fields == 0 then break end
-  found[i] = fields
-end
-return found
-"""
-
-_VALUE = re.compile(rb"([0-9]{1,20}):[0-9]{1,10}")
-_MAX_CONNECTIONS = 16
+_BLOCK = "paceline:block:"
+_LIVE = "paceline:live:"
+# A worker renews it every few seconds (paceline/prefix_index/publisher.py).
+_LIVE_S = 15
+_EPOCH = re.compile(rb"[0-9]{1,20}")
+_MAX_CALLS = 16
 
 
 class RedisPrefixIndex:
-    """The table at a `redis://`, `rediss://` or `unix://` URL.
+    """The table at a URL of one of the forms of `paceline/prefix_index/redis_url.py`.
 
-    Each call is one round trip within `budget_s`. What fails is given up, and counted; after a few failures the
-    breaker keeps further calls from waiting at all.
+    Each call is one round trip. A look-up waits `budget_s` for it, any other call `limit_s`. What fails or is late is given up,
+    and counted; after a few failures the breaker keeps further calls from waiting at all. Raises ConfigError for a bad URL.
     """
 
     def __init__(
@@ -71,114 +43,149 @@ class RedisPrefixIndex:
         url: str,
         *,
         ttl_s: int = 3600,
-        budget_s: float = 0.02,
+        budget_s: float = 0.005,
+        limit_s: float = 1.0,
         pause_s: float = 1.0,
         clock: Clock = monotonic,
     ) -> None:
-        self._redis = _connect(url, budget_s)
+        self._limit_s = max(limit_s, budget_s)
+        self._client = connect(parse_redis_url(url), timeout_s=self._limit_s, max_connections=_MAX_CALLS)
+        # A script of a cluster may read the keys of its own slot alone.
+        self._live_prefix = "" if self._client.is_cluster else _LIVE
         self._ttl_s = ttl_s
         self._budget_s = budget_s
         self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
-        self._num_lookups = 0
-        self._num_failures = 0
-        self._num_skipped = 0
-        self._num_lost_entries = 0
-        self._num_garbage = 0
+        self._slots = asyncio.Semaphore(_MAX_CALLS)
+        # Some have been given up. They end within the limit, and so their connections can be used again.
+        self._calls: set[asyncio.Task[object]] = set()
+        self._num_lookups = self._num_failures = self._num_late = self._num_skipped = 0
+        self._num_lost_entries = self._num_refused_entries = self._num_garbage = 0
 
     @property
     def mode(self) -> IndexMode:
         """What the last calls say: "none" while the breaker holds further ones back."""
         return "none" if self._breaker.is_open else "redis"
 
-    async def publish(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> None:
+    async def publish(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> bool:
         """The worker holds these blocks now."""
-        await self._change(worker, entries, _PUBLISH, self._ttl_s)
+        return await self._change(worker, entries, scripts.PUBLISH, self._ttl_s)
 
-    async def remove(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> None:
+    async def remove(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> bool:
         """The worker holds these blocks no more."""
-        await self._change(worker, entries, _REMOVE)
+        return await self._change(worker, entries, scripts.REMOVE)
+
+    async def renew(self, worker: WorkerKey) -> Renewal:
+        """The worker lives for `_LIVE_S` seconds more."""
+        key = f"{_LIVE}{worker.boot_epoch}"
+        call = partial(self._client.commands.set, key, worker.worker_id, ex=_LIVE_S, get=True)
+        reply = await self._answer(call, self._limit_s)
+        if isinstance(reply, _NoAnswer):
+            return "failed"
+        return "known" if reply == worker.worker_id.encode() else "forgotten"
 
     async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
-        """How many leading blocks each worker holds; nobody any when Redis has no answer."""
+        """How many leading blocks each worker holds; nobody any when Redis has no answer in time."""
         if not hashes:
             return {}
         self._num_lookups += 1
-        keys = [_key(hashes[0], block_hash) for block_hash in hashes]
-        reply = await self._within_budget(partial(self._redis.eval, _LOOKUP, len(keys), *keys))
-        if reply is None:
-            return {}
-        blocks = reply if isinstance(reply, list) else [reply]
-        return leading_blocks(self._holders(fields) for fields in blocks[: len(hashes)])
+        keys = _keys(hashes[0], hashes)
+        call = partial(
+            self._client.commands.execute_command, "EVAL", scripts.LOOKUP, len(keys), *keys, self._live_prefix
+        )
+        reply = await self._answer(call, self._budget_s)
+        return {} if isinstance(reply, _NoAnswer) else self._holders(reply, len(hashes))
 
     async def aclose(self) -> None:
-        """Closes the connections."""
-        with suppress(RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(self._budget_s):
-                await self._redis.aclose(close_connection_pool=True)
+        """Gives up what is under way, and closes the connections."""
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        with suppress(Exception):
+            async with asyncio.timeout(self._limit_s):
+                await self._client.aclose()
 
     def stats(self) -> IndexStats:
         """What happened so far."""
         return IndexStats(
             num_lookups=self._num_lookups,
             num_failures=self._num_failures,
+            num_late=self._num_late,
             num_skipped=self._num_skipped,
             num_lost_entries=self._num_lost_entries,
+            num_refused_entries=self._num_refused_entries,
             num_garbage=self._num_garbage,
         )
 
     async def _change(
         self, worker: WorkerKey, entries: Sequence[PrefixEntry], script: str, *arguments: int
-    ) -> None:
+    ) -> bool:
         """Runs the script once for each chain, all in one round trip."""
         if not entries:
-            return
-        pipeline = self._redis.pipeline(transaction=False)
-        for chain in _chains(entries):
-            keys = [_key(entry.head_hash, entry.block_hash) for entry in chain]
-            values = [f"{worker.boot_epoch}:{entry.block_id}" for entry in chain]
-            pipeline.eval(script, len(keys), *keys, worker.worker_id, *arguments, *values)
-        if await self._within_budget(pipeline.execute) is None:
+            return True
+        reply = await self._answer(partial(self._run, worker, entries, script, arguments), self._limit_s)
+        if isinstance(reply, _NoAnswer):
             self._num_lost_entries += len(entries)
+            return False
+        counts = reply if isinstance(reply, list) else []
+        self._num_refused_entries += sum(count for count in counts if isinstance(count, int) and count > 0)
+        return True
 
-    async def _within_budget(self, call: Callable[[], Awaitable[object]]) -> object | None:
-        """What Redis answers; None when it is not asked, fails, or takes too long."""
+    async def _run(
+        self, worker: WorkerKey, entries: Sequence[PrefixEntry], script: str, arguments: tuple[int, ...]
+    ) -> object:
+        pipeline = self._client.commands.pipeline(transaction=False)
+        for chain in _chains(entries):
+            keys = _keys(chain[0].head_hash, [entry.block_hash for entry in chain])
+            values = [f"{worker.boot_epoch}:{entry.block_id}" for entry in chain]
+            pipeline.execute_command("EVAL", script, len(keys), *keys, worker.worker_id, *arguments, *values)
+        return await pipeline.execute()
+
+    async def _answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> "object | _NoAnswer":
+        """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long."""
         if not self._breaker.allows_call():
             self._num_skipped += 1
-            return None
-        try:
-            async with asyncio.timeout(self._budget_s):
-                reply = await call()
-        except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
+            return _NoAnswer()
+        task = asyncio.create_task(self._limited(call))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        # What has arrived by then is read before the timer is looked at: our own standstill is not the server's delay.
+        await asyncio.wait({task}, timeout=budget_s)
+        reply = task.result() if task.done() and not task.cancelled() else _NoAnswer()
+        if isinstance(reply, _NoAnswer):
+            self._num_late += not task.done()
             self._num_failures += 1
             self._breaker.record_failure()
-            return None
-        self._breaker.record_success()
+        else:
+            self._breaker.record_success()
         return reply
 
-    def _holders(self, fields: object) -> set[WorkerKey]:
-        """Who holds the block with these fields; what no worker of ours wrote is counted and left out."""
-        if not isinstance(fields, list) or len(fields) % 2:
+    async def _limited(self, call: Callable[[], Awaitable[object]]) -> "object | _NoAnswer":
+        """The call to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
+        try:
+            async with asyncio.timeout(self._limit_s), self._slots:
+                return await call()
+        except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
+            return _NoAnswer()
+
+    def _holders(self, reply: object, num_asked: int) -> dict[WorkerKey, int]:
+        """Who holds how much; what no worker of ours wrote is counted and left out."""
+        if not isinstance(reply, list) or len(reply) % 3 != 1 or not isinstance(reply[0], int):
             self._num_garbage += 1
-            return set()
-        holders = [_holder(*pair) for pair in zip(fields[::2], fields[1::2], strict=True)]
-        self._num_garbage += holders.count(None)
-        return {holder for holder in holders if holder is not None}
+            return {}
+        self._num_garbage += max(0, reply[0])
+        holders: dict[WorkerKey, int] = {}
+        for worker_id, epoch, num_blocks in zip(reply[1::3], reply[2::3], reply[3::3], strict=True):
+            if _is_entry(worker_id, epoch, num_blocks, num_asked):
+                key = WorkerKey(WorkerId(worker_id.decode(errors="replace")), BootEpoch(int(epoch)))
+                holders[key] = num_blocks
+            else:
+                self._num_garbage += 1
+        return holders
 
 
-def _connect(url: str, budget_s: float) -> Redis:
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=_MAX_CONNECTIONS,
-        timeout=budget_s,
-        socket_timeout=budget_s,
-        socket_connect_timeout=budget_s,
-        # By default the client tries again with back-off, long past any budget.
-        retry=Retry(NoBackoff(), 0),
-        # Nothing is said before the first command: a new connection costs no round trip of its own.
-        protocol=2,
-        driver_info=None,
-    )
-    return Redis(connection_pool=pool)
+class _NoAnswer:
+    """Stands for the answer of a call that has none: None is one."""
 
 
 def _chains(entries: Iterable[PrefixEntry]) -> Iterable[list[PrefixEntry]]:
@@ -188,14 +195,16 @@ def _chains(entries: Iterable[PrefixEntry]) -> Iterable[list[PrefixEntry]]:
     return chains.values()
 
 
-def _key(head_hash: BlockHash, block_hash: BlockHash) -> str:
-    return f"paceline:block:{{{head_hash.hex()}}}:{block_hash.hex()}"
+def _keys(head_hash: BlockHash, hashes: Sequence[BlockHash]) -> list[bytes]:
+    prefix = f"{_BLOCK}{{{head_hash.hex()}}}:"
+    return [(prefix + block_hash.hex()).encode() for block_hash in hashes]
 
 
-def _holder(worker_id: object, value: object) -> WorkerKey | None:
-    if not isinstance(worker_id, bytes) or not isinstance(value, bytes):
-        return None
-    match = _VALUE.fullmatch(value)
-    if match is None:
-        return None
-    return WorkerKey(WorkerId(worker_id.decode(errors="replace")), BootEpoch(int(match[1])))
+def _is_entry(worker_id: object, epoch: object, num_blocks: object, num_asked: int) -> bool:
+    return (
+        isinstance(worker_id, bytes)
+        and isinstance(epoch, bytes)
+        and _EPOCH.fullmatch(epoch) is not None
+        and isinstance(num_blocks, int)
+        and 0 < num_blocks <= num_asked
+    )

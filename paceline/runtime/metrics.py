@@ -20,6 +20,7 @@ PRIORITY_NAMES = {priority: priority.name.lower() for priority in Priority}
 _TIMES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 # The scheduler's part of a step is tens of microseconds, the runner's may be seconds.
 _STEP_TIMES_S = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LOOKUP_TIMES_S = (2e-4, 5e-4, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.02, 0.05)
 _COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
@@ -81,6 +82,20 @@ INDEX_SHARED = Metric("paceline_index_shared", "gauge", "1 while the prefix tabl
 INDEX_LOOKUPS = Metric("paceline_index_lookups_total", "counter", "Look-ups in the prefix table.")
 INDEX_FAILURES = Metric(
     "paceline_index_failures_total", "counter", "Calls of the prefix table that failed or took too long."
+)
+INDEX_LATE = Metric(
+    "paceline_index_late_total", "counter", "Look-ups among them that missed their time budget."
+)
+INDEX_SKIPPED = Metric(
+    "paceline_index_skipped_total", "counter", "Calls of the prefix table not made, since it kept failing."
+)
+INDEX_GARBAGE = Metric("paceline_index_garbage_total", "counter", "Values in it that no worker wrote.")
+INDEX_LOOKUP = Metric(
+    "paceline_index_lookup_seconds",
+    "histogram",
+    "Time of a look-up in the prefix table.",
+    (),
+    _LOOKUP_TIMES_S,
 )
 WORKERS = Metric("paceline_workers", "gauge", "Workers that the router sees.", ("tier",))
 WORKERS_COOLING = Metric(
@@ -176,6 +191,29 @@ KV_TRANSPORT_BYTES = Metric(
 )
 KV_TRANSPORT_FALLBACKS = Metric(
     "paceline_kv_transport_fallbacks_total", "counter", "Times that gRPC took over from a way that failed."
+)
+INDEX_REACHED = Metric(
+    "paceline_index_reached", "gauge", "1 while the prefix table takes what this worker publishes, else 0."
+)
+INDEX_PUBLISH_FAILURES = Metric(
+    "paceline_index_publish_failures_total", "counter", "Calls of this worker that failed or were not made."
+)
+INDEX_ENTRIES = Metric(
+    "paceline_index_entries", "gauge", "Cached blocks that this worker names in the prefix table."
+)
+INDEX_PENDING = Metric(
+    "paceline_index_pending_entries", "gauge", "Those not named yet, and removals not made yet."
+)
+INDEX_REFRESHED = Metric(
+    "paceline_index_refreshed_entries_total", "counter", "Entries of the prefix table published again."
+)
+INDEX_LOST = Metric(
+    "paceline_index_lost_entries_total",
+    "counter",
+    "Entries in calls of the prefix table that did not get through.",
+)
+INDEX_REFUSED = Metric(
+    "paceline_index_refused_entries_total", "counter", "Entries that its server did not take."
 )
 LEASES = Metric("paceline_leases_active", "gauge", "Leases that are out on this worker's blocks.")
 LEASES_EXPIRED = Metric("paceline_leases_expired_total", "counter", "Leases whose blocks nobody fetched.")

@@ -9,7 +9,6 @@ from paceline.core.errors import (
     BadPromptError,
     BadSamplingError,
     BadStopError,
-    NotBuiltError,
     PromptTooLongError,
 )
 from paceline.core.request import (
@@ -38,7 +37,7 @@ _TOP_LOGPROB_BYTES = 13
 
 
 def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
-    """A valid Request out of a GenerateRequest's bytes; raises InvalidRequestError or NotBuiltError."""
+    """A valid Request out of a GenerateRequest's bytes; raises InvalidRequestError."""
     message = inference_pb2.GenerateRequest()
     try:
         message.ParseFromString(raw)
@@ -46,13 +45,13 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         raise BadPromptError(
             "the request is not a valid GenerateRequest: malformed, or text that is not UTF-8"
         ) from error
-    _refuse_unbuilt(message)
     return Request(
         prompt=_parse_prompt(message, limits),
         sampling=_parse_sampling(message.sampling, limits),
         stopping=_parse_stopping(message.stopping, limits),
         client_request_id=message.client_request_id,
         bypass_cache=message.cache.bypass,
+        public_prefix=message.cache.public_prefix if message.cache.HasField("public_prefix") else None,
         num_top_logprobs=_parse_logprobs(message),
         prompt_logprobs=message.logprobs.prompt,
         n=_parse_n(message, limits),
@@ -86,11 +85,6 @@ def check_prompt_logprobs(request: Request, num_prompt_tokens: int) -> None:
             "a message; ask for fewer alternatives or send a shorter prompt"
         )
         raise BadSamplingError("logprobs.prompt", problem)
-
-
-def _refuse_unbuilt(message: inference_pb2.GenerateRequest) -> None:
-    if message.cache.HasField("public_prefix"):
-        raise NotBuiltError("cache.public_prefix", "prefixes shared between tenants")
 
 
 def _parse_n(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> int:

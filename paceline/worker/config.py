@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
+from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
@@ -36,7 +37,7 @@ class WorkerConfig:
         "torch", "what computes: torch, or a fake without a model", choices=("torch", "fake")
     )
     fake_step_ms: float = option(0.0, "with --runner fake: milliseconds a step takes")
-    redis: str = option("", "the prefix table, redis://... or unix://...; empty: none")
+    redis: str = option("", "the prefix table, redis://... or another form of URL; empty: none")
     threads: int = option(0, "compute threads; 0: torch's own choice")
     max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
@@ -110,6 +111,8 @@ class WorkerConfig:
         if self.num_blocks < 0:
             raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
         check_serving(self)
+        if self.redis:
+            parse_redis_url(self.redis)
         check_metrics_port(self.metrics_port)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")

@@ -58,6 +58,7 @@ def worker_samples(worker: "Worker") -> list[Sample]:
     """What the worker's parts say of themselves now."""
     stats, leases = worker.engine.stats, worker.leases.stats()
     queues, pulls = stats.queues, worker.transport.stats()
+    table, publisher = worker.index.stats(), worker.publisher.stats()
     queued = zip(PRIORITY_NAMES.values(), queues.num_waiting_by_priority, strict=True)
     return [
         Sample(metrics.RUNNING, stats.num_running),
@@ -87,6 +88,13 @@ def worker_samples(worker: "Worker") -> list[Sample]:
         *(Sample(metrics.KV_TRANSPORT_PULLS, each.num_pulls, (name,)) for name, each in pulls.items()),
         *(Sample(metrics.KV_TRANSPORT_BYTES, each.num_bytes, (name,)) for name, each in pulls.items()),
         Sample(metrics.KV_TRANSPORT_FALLBACKS, worker.transport.num_fallbacks),
+        Sample(metrics.INDEX_REACHED, worker.index.mode == "redis"),
+        Sample(metrics.INDEX_PUBLISH_FAILURES, table.num_failures + table.num_skipped),
+        Sample(metrics.INDEX_ENTRIES, publisher.num_held),
+        Sample(metrics.INDEX_PENDING, publisher.num_pending),
+        Sample(metrics.INDEX_REFRESHED, publisher.num_refreshed),
+        Sample(metrics.INDEX_LOST, table.num_lost_entries + publisher.num_dropped),
+        Sample(metrics.INDEX_REFUSED, table.num_refused_entries),
         Sample(metrics.LEASES, leases.num_active),
         Sample(metrics.LEASES_EXPIRED, leases.num_expired),
     ]

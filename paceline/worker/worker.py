@@ -23,6 +23,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
 from paceline.engine.events import Started
 from paceline.engine.scheduler import Scheduler
+from paceline.prefix_index.index import PrefixIndex
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex
@@ -34,8 +35,6 @@ from paceline.worker.scheduling import scheduler_config
 from paceline.worker.transport import WorkerTransport
 
 _DRAIN_LOOK_S = 0.05
-# Publishing is behind everybody's back, and what misses its budget is not published again: no hurry.
-_PUBLISH_BUDGET_S = 1.0
 # What is borrowed is computed already, and could be computed here instead: whoever is silent for a second is given up.
 _LOAN_TIMES = HandOverTimes(stall_timeout_s=1.0, max_stalls=1)
 
@@ -54,6 +53,8 @@ class Worker:
     transport: NegotiatedTransport
     receiver: KVReceiver
     borrower: PrefixBorrower
+    index: PrefixIndex
+    publisher: PrefixPublisher
     metrics: StepMetrics
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,9 +109,7 @@ class Worker:
 async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
     """The parts of one worker, running; stopped in the opposite order. Both tiers answer each Recall."""
     key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
-    index = (
-        RedisPrefixIndex(config.redis, budget_s=_PUBLISH_BUDGET_S) if config.redis else MemoryPrefixIndex()
-    )
+    index: PrefixIndex = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
     publisher = PrefixPublisher(index, key)
     failed, metrics = asyncio.Event(), StepMetrics(config)
     engine = AsyncEngine(
@@ -130,7 +129,10 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         is_read=lambda: leases.stats().num_active > 0,
     )
     loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES)
-    sweeper = asyncio.create_task(sweep_forever(leases))
+    background = [
+        asyncio.create_task(sweep_forever(leases)),
+        asyncio.create_task(publisher.refresh_forever()),
+    ]
     engine.start()
     try:
         yield Worker(
@@ -144,11 +146,14 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
             transport=transport.receiving,
             receiver=KVReceiver(transport.receiving, memory, fingerprint, layout=loaded.layout),
             borrower=PrefixBorrower(channels, loans, fingerprint),
+            index=index,
+            publisher=publisher,
             metrics=metrics,
             failed=failed,
         )
     finally:
-        sweeper.cancel()
+        for task in background:
+            task.cancel()
         await engine.stop()
         await publisher.aclose()
         await index.aclose()

@@ -17,6 +17,11 @@ FOREIGN = frozenset(
         "google.rpc.ErrorInfo",
         "google.rpc.RetryInfo",
         "grpc.health.v1",
+        "ssl_ca_certs",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_cert_reqs",
+        "ssl_check_hostname",
     }
 )
 FOREIGN_FLAGS = frozenset({"--help", "--index-url"})

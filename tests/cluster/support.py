@@ -100,6 +100,8 @@ async def running_cluster(
     """A cluster whose processes are restarted never; `sections` go into its config file."""
     # Leases that hold for an hour: one that nobody gives back is not forgotten by the end of a test.
     merged: dict[str, dict[str, Any]] = {
+        # What tests show of the table must not hang on how busy the machine is.
+        "router": {"lookup_budget_s": 2.0},
         "prefill": {"num_blocks": NUM_BLOCKS, "lease_ttl_s": 3600},
         "decode": {"num_blocks": NUM_BLOCKS},
     }

@@ -286,7 +286,10 @@ async def complete(cluster: Cluster) -> Completion:
 
 async def test_redis_that_hangs_changes_no_token(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """A Redis that accepts and never answers costs no token and no request."""
-    async with running_cluster(tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always") as cluster:
+    budget = {"router": {"lookup_budget_s": 0.005}}
+    async with running_cluster(
+        tmp_path, tiny_tokenizer_dir, sections=budget, runner="fake", disaggregate="always"
+    ) as cluster:
         os.kill(cluster.local.pids["redis"], signal.SIGSTOP)
         try:
             answers = await asyncio.gather(*(complete(cluster) for _ in range(8)))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import redis.asyncio
@@ -108,8 +109,11 @@ async def test_lies_in_the_table_cost_no_token(cluster: Cluster) -> None:
 async def test_a_redis_of_the_users_own_serves_as_well(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path
 ) -> None:
-    """With --redis no server is started, the table is in the one that was named, and that one outlives the cluster."""
-    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"))
+    """With --redis no server is started, the table is in the one that was named, and that one outlives the cluster.
+
+    When it was restarted, and has lost everything, workers publish again what they hold. Its password is nowhere to be seen.
+    """
+    server = EmbeddedRedis(tmp_path_factory.mktemp("redis"), password="s3cr3t")
     try:
         async with running_cluster(
             tmp_path, tiny_tokenizer_dir, runner="fake", disaggregate="always", redis=server.url
@@ -120,7 +124,28 @@ async def test_a_redis_of_the_users_own_serves_as_well(
                 async with asyncio.timeout(PATIENCE_S):
                     while set(await holders(table)) != {"prefill-0", "decode-0"}:
                         pass
+            server.kill()
+            server.start()
+            await table_is_full_again(server.url)
+            commands = [" ".join(psutil.Process(pid).cmdline()) for pid in cluster.local.pids.values()]
+            assert not any("s3cr3t" in shown for shown in (*commands, cluster.logs()))
         async with redis.asyncio.from_url(server.url) as table:
             assert await table.ping()
     finally:
         server.kill()
+
+
+async def test_a_flushed_table_is_filled_again(cluster: Cluster) -> None:
+    """What workers hold comes back into a table that was emptied, though nothing new is computed."""
+    await complete(cluster, FIRST)
+    await table_is_full_again(cluster.local.redis_url)
+    async with redis.asyncio.from_url(cluster.local.redis_url) as table:
+        await table.flushall()
+    await table_is_full_again(cluster.local.redis_url)
+
+
+async def table_is_full_again(url: str) -> None:
+    """Returns when a prefill and a decode worker are named for every block of FIRST."""
+    async with redis.asyncio.from_url(url, decode_responses=True) as table, asyncio.timeout(PATIENCE_S):
+        while len(await holders(table)) != 2:
+            pass

@@ -15,7 +15,6 @@ from tests.tiny_model import EOS_ID, VOCAB_SIZE
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-NOT_BUILT = grpc.StatusCode.UNIMPLEMENTED
 
 
 def request(**fields: Any) -> bytes:
@@ -72,7 +71,11 @@ REFUSALS: dict[str, tuple[bytes, grpc.StatusCode, str]] = {
     "bias on an unknown token": (sampling(logit_bias={VOCAB_SIZE: 1.0}), INVALID, "BAD_SAMPLING"),
     "min_tokens over max_tokens": (stopping(min_tokens=9, max_tokens=8), INVALID, "BAD_STOP"),
     "unknown priority": (request(priority=99), INVALID, "BAD_SAMPLING"),
-    "public prefix": (request(cache=inference_pb2.CacheOptions(public_prefix="x")), NOT_BUILT, "NOT_BUILT"),
+    "unknown public prefix": (
+        request(cache=inference_pb2.CacheOptions(public_prefix="x")),
+        INVALID,
+        "BAD_PROMPT",
+    ),
 }
 
 

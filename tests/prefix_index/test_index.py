@@ -90,8 +90,8 @@ async def test_several_chains_are_published_at_once(index: PrefixIndex) -> None:
 
 async def test_an_empty_batch_is_harmless(index: PrefixIndex) -> None:
     """Nothing to publish or to remove costs nothing."""
-    await index.publish(ANNE, [])
-    await index.remove(ANNE, [])
+    assert await index.publish(ANNE, [])
+    assert await index.remove(ANNE, [])
     assert index.stats().num_failures == 0
 
 

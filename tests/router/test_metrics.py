@@ -1,16 +1,22 @@
 """What the router counts of its requests, on scripted workers and a clock of the test's own."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+import pytest
+
+from paceline.core.block_hash import BlockHash
 from paceline.core.clock import ManualClock
 from paceline.core.errors import KvLostError
+from paceline.core.prefix import WorkerKey
 from paceline.core.request import FinishReason, Priority
+from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
-from router.metrics import InstrumentedDispatcher, RequestMetrics
+from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics
 from router.timeline import RequestTimeline
 from tests.factories import make_spec
+from tests.prefix_index.blocks import ANNE, chain, entries
 from tests.router.cluster import scripted_cluster
 from tests.router.scripted_workers import decode_that, failed, prefill_that, started
 
@@ -148,3 +154,28 @@ async def test_attempts_and_migrations_on_real_streams() -> None:
     assert value(observed, "attempts_total", mode="local") == 0
     assert value(observed, "migrations_total", reason="KV_LOST") == 2
     assert value(observed, "output_tokens_total") == SPEC.max_tokens
+
+
+async def test_every_look_up_is_timed() -> None:
+    """The time of a look-up is observed, whatever it finds, and its answer is passed on."""
+    clock, observed = ManualClock(), RequestMetrics()
+    hashes = chain(1, 3)
+
+    class SlowIndex(MemoryPrefixIndex):
+        """Takes three milliseconds."""
+
+        async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+            """What is there, late."""
+            clock.advance(0.003)
+            return await super().lookup(hashes)
+
+    index = SlowIndex()
+    await index.publish(ANNE, entries(hashes))
+    timed = InstrumentedIndex(index, observed, clock)
+    assert await timed.lookup(hashes) == {ANNE: 3}
+    assert await timed.lookup(chain(2, 3)) == {}
+    value = observed.registry.get_sample_value
+    assert value("paceline_index_lookup_seconds_count") == 2
+    assert value("paceline_index_lookup_seconds_sum") == pytest.approx(0.006)
+    assert value("paceline_index_lookup_seconds_bucket", {"le": "0.002"}) == 0
+    assert value("paceline_index_lookup_seconds_bucket", {"le": "0.004"}) == 2
