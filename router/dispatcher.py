@@ -5,7 +5,7 @@ stream goes on where it was.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 
 import grpc
@@ -13,7 +13,7 @@ import grpc
 from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
-from paceline.core.prefix import PrefixHint
+from paceline.core.prefix import PrefixHint, WorkerKey
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
@@ -256,22 +256,25 @@ class Dispatcher:
             raise NoEndpointError(f"no worker came back within {self._config.recovery_wait_s:g} s") from None
 
     async def _place(self, job: Job) -> Route:
-        served = self._registry.served
-        if served is None:
+        if self._registry.served is None:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
-        token_ids = job.spec.prompt_ids + job.output_ids
-        block_size = served.fingerprint.block_size
-        held = {}
+        prefill = self._registry.views(inference_pb2.WORKER_ROLE_PREFILL)
+        decode = self._registry.views(inference_pb2.WORKER_ROLE_DECODE)
+        known_ids = job.spec.prompt_ids + job.output_ids
+        held: dict[WorkerKey, int] = {}
         if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
-            root, scope = chain_root(served.fingerprint.digest(), job.spec.cache_scope), job.spec.cache_scope
-            held = await self._index.lookup(hash_full_blocks(root, token_ids, block_size, scope))
-        return place(
-            PromptFacts(len(token_ids), block_size, held, frozenset(job.failed_on)),
-            self._registry.views(inference_pb2.WORKER_ROLE_PREFILL),
-            self._registry.views(inference_pb2.WORKER_ROLE_DECODE),
-            self._config.mode,
-            self._config.local_prefill_tokens,
-        )
+            # One, unless workers cut their blocks in different ways.
+            for cut in {(worker.fingerprint, worker.block_size) for worker in (*prefill, *decode)}:
+                held |= await self._held(known_ids, job.spec.cache_scope, *cut)
+        facts = PromptFacts(len(known_ids), held, frozenset(job.failed_on))
+        return place(facts, prefill, decode, self._config.mode, self._config.local_prefill_tokens)
+
+    async def _held(
+        self, token_ids: Sequence[int], scope: str, fingerprint: bytes, block_size: int
+    ) -> dict[WorkerKey, int]:
+        """How many leading blocks each worker of this fingerprint holds, as far as the table knows."""
+        root = chain_root(fingerprint, scope)
+        return await self._index.lookup(hash_full_blocks(root, token_ids, block_size, scope))
 
     def _is_late(self, job: Job) -> bool:
         return job.deadline_s is not None and job.deadline_s <= self._clock()

@@ -16,6 +16,9 @@ class WorkerView:
 
     key: WorkerKey
     address: str
+    # The digest of its fingerprint, and tokens in a block: workers with another one cut the same KV into other blocks.
+    fingerprint: bytes
+    block_size: int
     num_blocks: int
     num_free_blocks: int
     num_running: int
@@ -41,17 +44,16 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What placement knows of a request: its length, and how many leading blocks of it each worker holds."""
+    """What placement knows of a request: its length, and how many leading blocks, of its own size, each worker holds."""
 
     num_tokens: int
-    block_size: int
     held_blocks: Mapping[WorkerKey, int]
     # Names of prefill workers where an earlier attempt failed; one that answers nothing may still seem to be there.
     failed_on: frozenset[str] = frozenset()
 
     def num_uncached_tokens(self, worker: WorkerView) -> int:
         """Tokens that this worker would have to compute."""
-        return self.num_tokens - self.block_size * self.num_held(worker)
+        return self.num_tokens - worker.block_size * self.num_held(worker)
 
     def num_held(self, worker: WorkerView) -> int:
         """Leading blocks that this worker holds."""
@@ -98,12 +100,13 @@ def prefix_hint(
 ) -> PrefixHint | None:
     """Who holds most of the prompt, if that is more than the worker holds that computes it; also one that drains.
 
-    Of several the one that is least busy.
+    Of several the one that is least busy. Whoever cuts its blocks in another way lends none.
     """
-    owner = max(everybody, key=lambda worker: (prompt.num_held(worker), -worker.num_sequences, worker.key))
+    alike = [worker for worker in everybody if worker.fingerprint == computing.fingerprint]
+    owner = max(alike, key=lambda worker: (prompt.num_held(worker), -worker.num_sequences, worker.key))
     if prompt.num_held(owner) <= prompt.num_held(computing):
         return None
-    num_tokens = prompt.num_held(owner) * prompt.block_size
+    num_tokens = prompt.num_held(owner) * owner.block_size
     return PrefixHint(PrefixOwner(owner.key.worker_id, owner.address, owner.key.boot_epoch), num_tokens)
 
 
@@ -125,6 +128,6 @@ def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, bool, in
 
     What has to travel there comes last.
     """
-    missing_blocks = -(-prompt.num_tokens // prompt.block_size) - prompt.num_held(worker)
+    missing_blocks = -(-prompt.num_tokens // worker.block_size) - prompt.num_held(worker)
     has_no_room = worker.num_free_blocks < missing_blocks
     return worker.cooling_down, has_no_room, worker.num_sequences, missing_blocks, worker.key

@@ -49,6 +49,10 @@ class _Known:
         return WorkerKey(WorkerId(self.info.worker_id), BootEpoch(self.info.boot_epoch))
 
     @property
+    def fingerprint(self) -> ModelFingerprint:
+        return fingerprint_from_proto(self.info.fingerprint)
+
+    @property
     def is_there(self) -> bool:
         """Whether it can be given work: a decode worker whose stream has broken is as good as gone."""
         return self.link is None or self.link.is_open
@@ -62,6 +66,8 @@ class _Known:
         return WorkerView(
             key=self.key,
             address=self.address,
+            fingerprint=self.fingerprint.digest(),
+            block_size=self.info.fingerprint.block_size,
             num_blocks=self.info.num_blocks,
             num_free_blocks=self.load.num_free_blocks,
             num_running=self.load.num_running,
@@ -247,4 +253,5 @@ class WorkerRegistry:
             raise FingerprintMismatchError(f"role of the worker at {address}", *names)
         served = self.served
         if served is not None:
-            served.fingerprint.require_same(fingerprint_from_proto(info.fingerprint))
+            # How they cut their KV into blocks is for them: a hand-over converts it, or refuses.
+            served.fingerprint.require_same_content(fingerprint_from_proto(info.fingerprint))

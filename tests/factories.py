@@ -138,11 +138,15 @@ def make_worker(
     num_assigned_sequences: int = 0,
     draining: bool = False,
     cooling_down: bool = False,
+    fingerprint: bytes = b"",
+    block_size: int = BLOCK_SIZE,
 ) -> WorkerView:
     """An idle worker as placement sees it."""
     return WorkerView(
         key=WorkerKey(WorkerId(name), BootEpoch(epoch)),
         address=f"{name}:1",
+        fingerprint=fingerprint,
+        block_size=block_size,
         num_blocks=100,
         num_free_blocks=num_free_blocks,
         num_running=num_running,

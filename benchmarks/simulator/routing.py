@@ -47,7 +47,7 @@ class SimulatedRouter:
         hashes = hash_full_blocks(root, spec.prompt_ids, self._spec.block_size, spec.cache_scope)
         held = _at_once(self._index.lookup(hashes))
         return place(
-            PromptFacts(len(spec.prompt_ids), self._spec.block_size, held),
+            PromptFacts(len(spec.prompt_ids), held),
             [self._view(worker, now_s) for worker in self._prefill],
             [self._view(worker, now_s) for worker in self._decode],
             self._spec.disaggregate,
@@ -70,6 +70,8 @@ class SimulatedRouter:
         return WorkerView(
             key=worker.key,
             address=worker.name,
+            fingerprint=self._spec.decode.fingerprint,
+            block_size=self._spec.block_size,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
             num_running=stats.num_running,

@@ -11,7 +11,7 @@ from paceline.core.errors import NoEndpointError
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from router.placement import DisaggregateMode, PromptFacts, Route, WorkerView, place
-from tests.factories import BLOCK_SIZE, make_worker
+from tests.factories import make_worker
 
 MODES: list[DisaggregateMode] = ["always", "auto", "never"]
 PREFILL = [make_worker("p0"), make_worker("p1")]
@@ -21,7 +21,7 @@ DECODE = [make_worker("d0"), make_worker("d1")]
 def _prompt(num_tokens: int = 40, **held: int) -> PromptFacts:
     """A prompt of which some workers, in their first life, hold some blocks."""
     keys = {WorkerKey(WorkerId(name), BootEpoch(1)): blocks for name, blocks in held.items()}
-    return PromptFacts(num_tokens, BLOCK_SIZE, keys)
+    return PromptFacts(num_tokens, keys)
 
 
 def _place(
@@ -192,7 +192,6 @@ def test_what_unknown_workers_hold_changes_nothing(mode: DisaggregateMode) -> No
     """An entry of a worker that is not there, or of an earlier life of one that is, counts as nothing."""
     gone = PromptFacts(
         40,
-        BLOCK_SIZE,
         {WorkerKey(WorkerId(name), BootEpoch(7)): 10 for name in ("p1", "d1", "nobody")},
     )
     assert _place(gone, mode=mode) == _place(_prompt(), mode=mode)
@@ -242,7 +241,7 @@ def test_a_route_depends_on_the_workers_and_not_on_their_order(
     mode: DisaggregateMode,
 ) -> None:
     """Equal costs go to the same worker every time, nobody who drains is chosen, and the mode is obeyed."""
-    facts = PromptFacts(num_tokens, BLOCK_SIZE, held)
+    facts = PromptFacts(num_tokens, held)
     try:
         route: Route | None = place(facts, prefill, decode, mode, 16)
     except NoEndpointError:
@@ -257,3 +256,54 @@ def test_a_route_depends_on_the_workers_and_not_on_their_order(
     assert (route.prefill is None) >= (mode == "never")
     assert (route.prefill is not None) >= (mode == "always")
     assert place(facts, prefill[::-1], decode[::-1], mode, 16) == route
+
+
+# -- who may lend the beginning
+
+
+def _hint(
+    prompt: PromptFacts,
+    prefill: Sequence[WorkerView] = PREFILL,
+    decode: Sequence[WorkerView] = DECODE,
+    mode: DisaggregateMode = "always",
+) -> tuple[str, int] | None:
+    """Who is named to whoever computes the prompt, and for how many tokens."""
+    hint = place(prompt, prefill, decode, mode, 16).hint
+    return (hint.owner.worker_id, hint.num_tokens) if hint else None
+
+
+def test_whoever_computes_hears_of_one_that_has_more() -> None:
+    """A decode worker that generated the last turn; a prefill worker, for a decode worker that computes; never itself."""
+    assert _hint(_prompt(d0=5), PREFILL[:1]) == ("d0", 20)
+    assert _hint(_prompt(p0=2, d0=5), PREFILL[:1]) == ("d0", 20)
+    assert _hint(_prompt(p0=5, d0=5), PREFILL[:1]) is None
+    assert _hint(_prompt(p0=7, d0=5), PREFILL[:1]) is None
+    assert _hint(_prompt(p1=7), decode=DECODE[:1], mode="never") == ("p1", 28)
+    assert _hint(_prompt()) is None
+
+
+def test_of_several_that_have_most_the_least_busy_is_named_also_if_it_drains() -> None:
+    """Lending is nothing new to compute."""
+    decode = [make_worker("d0", num_running=3), make_worker("d1", draining=True), make_worker("d2")]
+    assert _hint(_prompt(d0=5, d1=5), PREFILL[:1], decode) == ("d1", 20)
+    assert _hint(_prompt(d0=6, d1=5), PREFILL[:1], decode) == ("d0", 24)
+
+
+def test_a_worker_with_other_blocks_is_chosen_by_tokens_and_lends_nothing() -> None:
+    """Its blocks are counted in its own size; whoever cuts blocks in another way could not use them."""
+    prefill = [
+        make_worker("p0", fingerprint=b"8", block_size=8),
+        make_worker("p1", fingerprint=b"8", block_size=8),
+    ]
+    assert _place(_prompt(p1=2, d0=4), prefill, DECODE[:1]) == ("p1", "d0")
+    assert _hint(_prompt(d0=5), prefill[:1], DECODE[:1]) is None
+    assert _hint(
+        _prompt(p1=2, p0=1), [replace(prefill[0], cooling_down=False), replace(prefill[1], draining=True)]
+    ) == (
+        "p1",
+        16,
+    )
+    assert _place(_prompt(40, d0=5), prefill, DECODE[:1], mode="auto", local_prefill_tokens=20) == (
+        None,
+        "d0",
+    )

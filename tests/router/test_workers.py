@@ -108,14 +108,14 @@ async def test_a_worker_of_another_tier_is_not_taken() -> None:
         await stranger.stop()
 
 
-@pytest.mark.parametrize("changed", [make_fingerprint(weights="x"), make_fingerprint(block_size=8)])
+@pytest.mark.parametrize("changed", [make_fingerprint(weights="x"), make_fingerprint(kv_dtype="int8")])
 async def test_a_worker_that_serves_something_else_is_not_taken(changed: ModelFingerprint) -> None:
-    """One fingerprint for all; the same worker with the same fingerprint is taken."""
+    """One content for all; the same worker is taken once it serves that, also in blocks of another size."""
     async with scripted_cluster() as cluster:
         stranger = ScriptedWorker("stranger", PREFILL)
         stranger.info.fingerprint.CopyFrom(fingerprint_to_proto(changed))
         await _never_seen(cluster, stranger)
-        stranger.info.fingerprint.CopyFrom(fingerprint_to_proto(FINGERPRINT))
+        stranger.info.fingerprint.CopyFrom(fingerprint_to_proto(make_fingerprint(block_size=8)))
         await cluster.until_seen(*cluster.workers, stranger)
         await stranger.stop()
 
