@@ -54,6 +54,7 @@ class BlockLender:
             offer=MemoryOffer(
                 num_blocks, block_bytes, store.pool.offer, None if nixl is None else nixl.offer
             ),
+            on_read=(lambda: None) if nixl is None else nixl.expect_readers,
             max_chunk_bytes=min(message_bytes, MAX_CHUNK_BYTES),
             max_message_bytes=message_bytes,
         )

@@ -1,6 +1,6 @@
 """The owner's side of a hand-over: turns a lease into messages, for whichever transport carries them."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from kvtransfer.block_store import BlockStore
 from kvtransfer.chunks import (
@@ -25,7 +25,8 @@ from paceline.core.request import BootEpoch, LeaseId, SequenceId
 class KVSender:
     """Serves the leases of one worker in one of its lives; whoever names another life gets nothing.
 
-    `offer` says how others may read the blocks themselves; without it they ask for the bytes.
+    `offer` says how others may read the blocks themselves; without it they ask for the bytes. `on_read` is called when somebody is about
+    to.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class KVSender:
         boot_epoch: BootEpoch,
         *,
         offer: MemoryOffer | None = None,
+        on_read: Callable[[], None] = lambda: None,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -44,6 +46,7 @@ class KVSender:
         self._fingerprint = fingerprint
         self._boot_epoch = boot_epoch
         self._offer = offer or MemoryOffer(num_blocks=0, block_bytes=store.block_bytes)
+        self._on_read = on_read
         self._max_chunk_bytes = max_chunk_bytes
         self._max_message_bytes = max_message_bytes
 
@@ -83,6 +86,7 @@ class KVSender:
         ordinal = len(held_hashes)
         while ordinal < lease.num_blocks:
             await self._leases.wait_ready(lease, ordinal)
+            self._on_read()
             references = _references(lease, ordinal)
             yield references
             ordinal += len(references)

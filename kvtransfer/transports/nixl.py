@@ -37,7 +37,8 @@ _IN_PROGRESS, _DONE = "PROC", "DONE"
 class Nixl:
     """The way by NIXL: one agent for a worker, with which its pool is registered once, to be read by others and written to itself.
 
-    `is_read` says whether others may be reading: without RDMA the engine answers them only when it is looked at.
+    Without RDMA the engine answers others only when it is looked at: `expect_readers` says that they are about to come, and `is_read` for
+    how long.
     """
 
     name = "nixl"
@@ -58,6 +59,7 @@ class Nixl:
         self._in_flight = InFlight()
         self._registered = agent.register_memory([(pool.address, len(pool.buffer), 0, "")], "DRAM")
         self.offer = NixlOffer(agent.name, agent.get_agent_metadata(), pool.address)
+        self._asked = asyncio.Event()
         self._answering = asyncio.create_task(self._answer_forever())
 
     @staticmethod
@@ -138,10 +140,19 @@ class Nixl:
             [(address + block_id * size, size, 0) for block_id in block_ids], "DRAM"
         )
 
+    def expect_readers(self) -> None:
+        """Somebody has been told where blocks lie."""
+        self._asked.set()
+
     async def _answer_forever(self) -> None:
         pace = _Pace()
         while True:
-            await pace.pause(_LOOK_S if self._is_read() else _IDLE_LOOK_S)
+            if self._asked.is_set() and self._is_read():
+                await pace.pause(_LOOK_S)
+            else:
+                self._asked.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._asked.wait(), _IDLE_LOOK_S)
             with pace:
                 # Nobody sends any: it is the call by which the engine gets its turn.
                 self._agent.get_new_notifs()
