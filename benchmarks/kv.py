@@ -1,14 +1,17 @@
 """`./run bench kv`: the hand-over measured part by part. Each part is a section, a module of its own that gives its numbers."""
 
 import argparse
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from benchmarks import kv_transports
 from benchmarks.simulator.options import write_json
-from paceline.runtime.log import configure_logging
 from paceline.runtime.memory import keep_freed_memory
 
 # A section prints its table, says on stderr what it is doing, and gives its keys for --json.
@@ -26,14 +29,25 @@ def main(argv: Sequence[str]) -> int:
         "--only", choices=sorted(SECTIONS), action="append", help="one section; may be given again"
     )
     args = parser.parse_args(argv)
-    configure_logging("bench", "", "warning")
     keep_freed_memory()
     numbers: dict[str, Any] = {}
-    for name in args.only or SECTIONS:
-        numbers |= SECTIONS[name](_say)
+    with _warnings_only():
+        for name in args.only or SECTIONS:
+            numbers |= SECTIONS[name](_say)
     if args.json:
         write_json(args.json, numbers)
     return 0
+
+
+@contextmanager
+def _warnings_only() -> Iterator[None]:
+    """What the parts log of their good days does not belong between the lines of a table."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _say(what: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from kvtransfer.block_store import MemoryBlockStore
+from kvtransfer.chunks import MAX_CHUNK_BYTES
 from kvtransfer.leases import LeaseTable
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.offer import MemoryOffer
@@ -53,7 +54,9 @@ class BlockLender:
             offer=MemoryOffer(
                 num_blocks, block_bytes, store.pool.offer, None if nixl is None else nixl.offer
             ),
-            max_chunk_bytes=message_bytes,
+            on_read=(lambda: None) if nixl is None else nixl.expect_readers,
+            max_chunk_bytes=min(message_bytes, MAX_CHUNK_BYTES),
+            max_message_bytes=message_bytes,
         )
 
     async def lend(

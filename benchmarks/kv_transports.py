@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.kv_owner import BOOT_EPOCH, FINGERPRINT, fill
 from kvtransfer.block_store import MemoryBlockStore
-from kvtransfer.chunks import MAX_CHUNK_BYTES
+from kvtransfer.chunks import MAX_MESSAGE_BYTES
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.grpc import GrpcTransport
@@ -38,10 +38,10 @@ _NUM_WARM_UP = 2
 # A block of the default model in bfloat16, a quarter of it, and four times as much; and how large a message may be.
 _BLOCK_BYTES = 368_640
 _SETUPS = (
-    (_BLOCK_BYTES, MAX_CHUNK_BYTES),
-    (_BLOCK_BYTES // 4, MAX_CHUNK_BYTES),
-    (_BLOCK_BYTES * 4, MAX_CHUNK_BYTES),
-    (_BLOCK_BYTES, 128 << 10),
+    (_BLOCK_BYTES, MAX_MESSAGE_BYTES),
+    (_BLOCK_BYTES // 4, MAX_MESSAGE_BYTES),
+    (_BLOCK_BYTES * 4, MAX_MESSAGE_BYTES),
+    (_BLOCK_BYTES, 512 << 10),
 )
 
 
@@ -154,7 +154,7 @@ class Owner:
 
 @asynccontextmanager
 async def running_owner(
-    num_blocks: int, block_bytes: int, message_bytes: int = MAX_CHUNK_BYTES
+    num_blocks: int, block_bytes: int, message_bytes: int = MAX_MESSAGE_BYTES
 ) -> AsyncGenerator[Owner, None]:
     """A process with as many blocks; it ends with the body."""
     with tempfile.TemporaryDirectory(prefix=".paceline-bench-") as directory:

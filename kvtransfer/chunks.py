@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken
 
-# Large enough that the cost of a message vanishes, far below gRPC's limit of 4 MiB.
 MAX_CHUNK_BYTES = 1024 * 1024
+# As many pieces as fit go together. Large enough that the cost of a message vanishes, far below gRPC's limit of 4 MiB.
+MAX_MESSAGE_BYTES = 3 * MAX_CHUNK_BYTES
 # Blocks that one message names: some 20 bytes each.
 MAX_REFERENCES = 256
 
@@ -53,7 +54,9 @@ class PullEnd:
 
 # What a receiver gets of a transport.
 KvMessage = KvChunk | KvWritten | PullEnd
-# What an owner says to a transport that reads its blocks itself.
+# What an owner says to a transport that wants bytes.
+ChunkMessage = tuple[KvChunk, ...] | PullEnd
+# What it says to one that reads its blocks itself.
 ReferenceMessage = tuple[KvReference, ...] | PullEnd
 
 

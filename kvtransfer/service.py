@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from kvtransfer.chunks import KvChunk, ReferenceMessage
+from kvtransfer.chunks import ChunkMessage, ReferenceMessage
 from kvtransfer.lending import PrefixLender, PrefixRequest
 from kvtransfer.pull_codec import PULL_METHOD, encode
 from kvtransfer.sender import KVSender
@@ -41,7 +41,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> AsyncIterator[bytes]:
         """Streams the blocks of a lease, or where they lie."""
         pull = self._sender.pull_references if request.by_reference else self._sender.pull
-        messages: AsyncGenerator[KvChunk | ReferenceMessage, None] = pull(
+        messages: AsyncGenerator[ChunkMessage | ReferenceMessage, None] = pull(
             LeaseId(request.lease_id),
             BootEpoch(request.boot_epoch),
             fingerprint_from_proto(request.fingerprint),

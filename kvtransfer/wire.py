@@ -1,6 +1,6 @@
 """The hand-over's own values <-> messages; the words shared with other services are in paceline/runtime/wire.py."""
 
-from kvtransfer.chunks import KvChunk, KvMessage, KvReference, LeaseState, PullEnd, ReferenceMessage
+from kvtransfer.chunks import ChunkMessage, KvChunk, KvReference, LeaseState, PullEnd, ReferenceMessage
 from kvtransfer.offer import MemoryOffer, NixlOffer
 from paceline.core.errors import KvLostError
 from paceline.core.kv_layout import BlockId
@@ -11,29 +11,22 @@ from paceline.v1 import kv_transfer_pb2
 _UNKNOWN_MESSAGE = "a message of the pull is of no known kind; run the same version on both workers"
 
 
-def message_to_proto(message: KvChunk | ReferenceMessage) -> kv_transfer_pb2.PullResponse:
-    """One message of a pull."""
+def message_to_proto(message: ReferenceMessage) -> kv_transfer_pb2.PullResponse:
+    """One message of a pull that has no bytes of blocks; those that do are in kvtransfer/pull_codec.py."""
     if isinstance(message, PullEnd):
         end = kv_transfer_pb2.PullEnd(first_tokens=map(first_token_to_proto, message.first_tokens))
         return kv_transfer_pb2.PullResponse(end=end)
-    if isinstance(message, KvChunk):
-        chunk = kv_transfer_pb2.KvChunk(
-            ordinal=message.ordinal,
-            offset=message.offset,
-            data=bytes(message.data),
-            checksum=message.checksum,
-        )
-        return kv_transfer_pb2.PullResponse(chunk=chunk)
     references = kv_transfer_pb2.KvReferences(blocks=map(_reference_to_proto, message))
     return kv_transfer_pb2.PullResponse(references=references)
 
 
-def message_from_proto(response: kv_transfer_pb2.PullResponse) -> KvMessage:
-    """One message of a pull of bytes; raises KvLostError for one that is neither a chunk nor the end."""
+def message_from_proto(response: kv_transfer_pb2.PullResponse) -> ChunkMessage:
+    """One message of a pull of bytes; raises KvLostError for one that has neither chunks nor the end."""
     kind = response.WhichOneof("message")
     if kind == "chunk":
-        chunk = response.chunk
-        return KvChunk(chunk.ordinal, chunk.offset, chunk.data, chunk.checksum)
+        return (_chunk_from_proto(response.chunk),)
+    if kind == "chunks":
+        return tuple(map(_chunk_from_proto, response.chunks.chunks))
     if kind == "end":
         return _end_from_proto(response.end)
     raise KvLostError(_UNKNOWN_MESSAGE)
@@ -50,6 +43,10 @@ def reference_message_from_proto(response: kv_transfer_pb2.PullResponse) -> Refe
     if kind == "end":
         return _end_from_proto(response.end)
     raise KvLostError(_UNKNOWN_MESSAGE)
+
+
+def _chunk_from_proto(chunk: kv_transfer_pb2.KvChunk) -> KvChunk:
+    return KvChunk(chunk.ordinal, chunk.offset, chunk.data, chunk.checksum)
 
 
 def _end_from_proto(end: kv_transfer_pb2.PullEnd) -> PullEnd:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvtransfer.chunks import KvChunk, KvMessage, LeaseState
+from kvtransfer.chunks import KvChunk, KvMessage, KvWritten, LeaseState
 from kvtransfer.transports.base import KVTransport, TransportBrokenError
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import KvLostError
@@ -143,21 +143,30 @@ def _duplicated(message: KvMessage) -> list[KvMessage]:
 
 
 def _truncated(message: KvMessage) -> list[KvMessage]:
-    if not isinstance(message, KvChunk):
-        return []
-    return [replace(message, data=message.data[:-1])]
+    match message:
+        case KvChunk():
+            return [replace(message, data=message.data[:-1])]
+        case KvWritten():
+            return [replace(message, num_bytes=message.num_bytes - 1)]
+        case _:
+            return []
 
 
 def _corrupted(message: KvMessage) -> list[KvMessage]:
-    if not isinstance(message, KvChunk) or not message.data:
-        return [message]
-    return [replace(message, data=bytes([message.data[0] ^ 1]) + bytes(message.data[1:]))]
+    match message:
+        case KvChunk() if message.data:
+            return [replace(message, data=bytes([message.data[0] ^ 1]) + bytes(message.data[1:]))]
+        case KvWritten():
+            # Its bytes are in their place already; to the receiver a flipped bit of the checksum is the same.
+            return [replace(message, checksum=message.checksum ^ 1)]
+        case _:
+            return [message]
 
 
 def _misplaced(message: KvMessage) -> list[KvMessage]:
-    if not isinstance(message, KvChunk):
-        return [message]
-    return [replace(message, ordinal=message.ordinal + 1)]
+    if isinstance(message, KvChunk | KvWritten):
+        return [replace(message, ordinal=message.ordinal + 1)]
+    return [message]
 
 
 _DAMAGE: dict[FaultKind, Callable[[KvMessage], list[KvMessage]]] = {

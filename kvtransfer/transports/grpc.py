@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvtransfer.chunks import KvMessage, LeaseState, ReferenceMessage
+from kvtransfer.chunks import KvMessage, LeaseState, PullEnd, ReferenceMessage
 from kvtransfer.offer import MemoryOffer
 from kvtransfer.pull_codec import PULL_METHOD, decode, decode_references
 from kvtransfer.wire import lease_state_from_proto, offer_from_proto
@@ -51,7 +51,12 @@ class GrpcTransport:
         """The blocks after the held ones, then the end."""
         async with aclosing(self._responses(ticket, held_hashes, by_reference=False)) as responses:
             async for response in responses:
-                yield decode(response)
+                message = decode(response)
+                if isinstance(message, PullEnd):
+                    yield message
+                    continue
+                for piece in message:
+                    yield piece
 
     async def pull_references(
         self, ticket: KvTicket, held_hashes: Sequence[BlockHash]

@@ -29,7 +29,11 @@ class LocalTransport:
         pull = self._sender.pull(ticket.lease_id, ticket.boot_epoch, self._fingerprint, held_hashes)
         async with aclosing(pull) as messages:
             async for message in messages:
-                yield message if isinstance(message, PullEnd) else replace(message, data=bytes(message.data))
+                if isinstance(message, PullEnd):
+                    yield message
+                    continue
+                for piece in [replace(piece, data=bytes(piece.data)) for piece in message]:
+                    yield piece
 
     def settling(self, into: Sequence[BlockId]) -> None:
         """Nothing but the receiver writes."""

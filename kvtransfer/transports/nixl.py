@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
@@ -24,9 +25,10 @@ from paceline.runtime.pool_memory import PoolMemory
 _PACKAGE = "nixl_cu12"
 # Where the processor has to move the bytes, it does so while the engine is looked at: that long the event loop waits.
 _MAX_TRANSFER_BYTES = 8 << 20
-# Nobody wakes us: we look, more and more seldom. An engine with a thread of its own would take a core to look all the time.
-_FIRST_LOOK_S, _LOOK_S = 0.0001, 0.0005
-_IDLE_LOOK_S = 0.1
+# Nobody wakes us: we look. An engine with a thread of its own would take a core to look all the time.
+_LOOK_S, _IDLE_LOOK_S = 0.001, 0.1
+# A look that takes longer than that has moved something, and there may be more: the next one follows when others had their turn.
+_BUSY_LOOK_S = 30e-6
 _TRANSFER_TIMEOUT_S = 20.0
 _CLOSE_TIMEOUT_S = 1.0
 _IN_PROGRESS, _DONE = "PROC", "DONE"
@@ -35,7 +37,8 @@ _IN_PROGRESS, _DONE = "PROC", "DONE"
 class Nixl:
     """The way by NIXL: one agent for a worker, with which its pool is registered once, to be read by others and written to itself.
 
-    `is_read` says whether others may be reading: without RDMA the engine answers them only when it is looked at.
+    Without RDMA the engine answers others only when it is looked at: `expect_readers` says that they are about to come, and `is_read` for
+    how long.
     """
 
     name = "nixl"
@@ -56,6 +59,7 @@ class Nixl:
         self._in_flight = InFlight()
         self._registered = agent.register_memory([(pool.address, len(pool.buffer), 0, "")], "DRAM")
         self.offer = NixlOffer(agent.name, agent.get_agent_metadata(), pool.address)
+        self._asked = asyncio.Event()
         self._answering = asyncio.create_task(self._answer_forever())
 
     @staticmethod
@@ -119,10 +123,11 @@ class Nixl:
             ours = self._descriptors(self._pool.address, places)
             theirs = self._descriptors(owner.address, [block.block_id for block in blocks])
             handle = self._agent.initialize_xfer("READ", ours, theirs, owner.agent)
-            state, look_s = self._agent.transfer(handle), _FIRST_LOOK_S
+            state, pace = self._agent.transfer(handle), _Pace()
             while state == _IN_PROGRESS:
-                await asyncio.sleep(look_s)
-                state, look_s = self._agent.check_xfer_state(handle), min(2 * look_s, _LOOK_S)
+                await pace.pause(_LOOK_S)
+                with pace:
+                    state = self._agent.check_xfer_state(handle)
             self._agent.release_xfer_handle(handle)
         except Exception as error:
             raise TransportBrokenError(f"NIXL has failed: {error}") from error
@@ -135,11 +140,22 @@ class Nixl:
             [(address + block_id * size, size, 0) for block_id in block_ids], "DRAM"
         )
 
+    def expect_readers(self) -> None:
+        """Somebody has been told where blocks lie."""
+        self._asked.set()
+
     async def _answer_forever(self) -> None:
+        pace = _Pace()
         while True:
-            await asyncio.sleep(_LOOK_S if self._is_read() else _IDLE_LOOK_S)
-            # Nobody sends any: it is the call by which the engine gets its turn.
-            self._agent.get_new_notifs()
+            if self._asked.is_set() and self._is_read():
+                await pace.pause(_LOOK_S)
+            else:
+                self._asked.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._asked.wait(), _IDLE_LOOK_S)
+            with pace:
+                # Nobody sends any: it is the call by which the engine gets its turn.
+                self._agent.get_new_notifs()
 
 
 class NixlTransport:
@@ -188,3 +204,20 @@ class NixlTransport:
                     f"the owner names block {block.block_id} of {self._num_blocks} for place {block.ordinal} of {len(into)}"
                 )
         return [into[block.ordinal] for block in blocks]
+
+
+class _Pace:
+    """How soon to look again: at once after a look that has moved something, else after a pause. Each look is a `with`."""
+
+    def __init__(self) -> None:
+        self._began_s, self._has_moved = 0.0, True
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._has_moved = time.perf_counter() - self._began_s > _BUSY_LOOK_S
+
+    async def pause(self, pause_s: float) -> None:
+        """Lets others have their turn, or sleeps."""
+        await asyncio.sleep(0.0 if self._has_moved else pause_s)

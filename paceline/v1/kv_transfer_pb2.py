@@ -25,49 +25,51 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/kv_transfer.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"\x92\x01\n\x0bPullRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x13\n\x0bheld_hashes\x18\x04 \x03(\x0c\x12\x14\n\x0c\x62y_reference\x18\x05 \x01(\x08\"\x96\x01\n\x0cPullResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvChunkH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.paceline.v1.PullEndH\x00\x12/\n\nreferences\x18\x03 \x01(\x0b\x32\x19.paceline.v1.KvReferencesH\x00\x42\t\n\x07message\"J\n\x07KvChunk\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"8\n\x0cKvReferences\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.paceline.v1.KvReference\"B\n\x0bKvReference\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"8\n\x07PullEnd\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken\"+\n\x15\x44\x65scribeMemoryRequest\x12\x12\n\nboot_epoch\x18\x01 \x01(\x06\"\x9e\x01\n\x16\x44\x65scribeMemoryResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x35\n\rshared_memory\x18\x03 \x01(\x0b\x32\x1e.paceline.v1.SharedMemoryOffer\x12$\n\x04nixl\x18\x04 \x01(\x0b\x32\x16.paceline.v1.NixlOffer\"N\n\x11SharedMemoryOffer\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"=\n\tNixlOffer\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\";\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\">\n\x13RenewLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"h\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12)\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x17.paceline.v1.AttemptRef\"1\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x15ReleaseLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"\x9a\x01\n\x12LeasePrefixRequest\x12\x12\n\nboot_epoch\x18\x01 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12)\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"<\n\x13LeasePrefixResponse\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.paceline.v1.KvTicket*Y\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11LEASE_STATE_VALID\x10\x01\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x02\x32\xa9\x03\n\x11KvTransferService\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x12Y\n\x0e\x44\x65scribeMemory\x12\".paceline.v1.DescribeMemoryRequest\x1a#.paceline.v1.DescribeMemoryResponse\x12P\n\x0bRenewLeases\x12\x1f.paceline.v1.RenewLeasesRequest\x1a .paceline.v1.RenewLeasesResponse\x12V\n\rReleaseLeases\x12!.paceline.v1.ReleaseLeasesRequest\x1a\".paceline.v1.ReleaseLeasesResponse\x12P\n\x0bLeasePrefix\x12\x1f.paceline.v1.LeasePrefixRequest\x1a .paceline.v1.LeasePrefixResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpaceline/v1/kv_transfer.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\"\x92\x01\n\x0bPullRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x13\n\x0bheld_hashes\x18\x04 \x03(\x0c\x12\x14\n\x0c\x62y_reference\x18\x05 \x01(\x08\"\xbf\x01\n\x0cPullResponse\x12%\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x14.paceline.v1.KvChunkH\x00\x12#\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x14.paceline.v1.PullEndH\x00\x12/\n\nreferences\x18\x03 \x01(\x0b\x32\x19.paceline.v1.KvReferencesH\x00\x12\'\n\x06\x63hunks\x18\x04 \x01(\x0b\x32\x15.paceline.v1.KvChunksH\x00\x42\t\n\x07message\"J\n\x07KvChunk\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"0\n\x08KvChunks\x12$\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x14.paceline.v1.KvChunk\"8\n\x0cKvReferences\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.paceline.v1.KvReference\"B\n\x0bKvReference\x12\x0f\n\x07ordinal\x18\x01 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"8\n\x07PullEnd\x12-\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x17.paceline.v1.FirstToken\"+\n\x15\x44\x65scribeMemoryRequest\x12\x12\n\nboot_epoch\x18\x01 \x01(\x06\"\x9e\x01\n\x16\x44\x65scribeMemoryResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x35\n\rshared_memory\x18\x03 \x01(\x0b\x32\x1e.paceline.v1.SharedMemoryOffer\x12$\n\x04nixl\x18\x04 \x01(\x0b\x32\x16.paceline.v1.NixlOffer\"N\n\x11SharedMemoryOffer\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\n\n\x02\x66\x64\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"=\n\tNixlOffer\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04\";\n\x12RenewLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\">\n\x13RenewLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"h\n\x14ReleaseLeasesRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12)\n\x08\x61ttempts\x18\x03 \x03(\x0b\x32\x17.paceline.v1.AttemptRef\"1\n\nAttemptRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"@\n\x15ReleaseLeasesResponse\x12\'\n\x06states\x18\x01 \x03(\x0e\x32\x17.paceline.v1.LeaseState\"\x9a\x01\n\x12LeasePrefixRequest\x12\x12\n\nboot_epoch\x18\x01 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12)\n\x07\x63ontext\x18\x03 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"<\n\x13LeasePrefixResponse\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.paceline.v1.KvTicket*Y\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11LEASE_STATE_VALID\x10\x01\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x02\x32\xa9\x03\n\x11KvTransferService\x12=\n\x04Pull\x12\x18.paceline.v1.PullRequest\x1a\x19.paceline.v1.PullResponse0\x01\x12Y\n\x0e\x44\x65scribeMemory\x12\".paceline.v1.DescribeMemoryRequest\x1a#.paceline.v1.DescribeMemoryResponse\x12P\n\x0bRenewLeases\x12\x1f.paceline.v1.RenewLeasesRequest\x1a .paceline.v1.RenewLeasesResponse\x12V\n\rReleaseLeases\x12!.paceline.v1.ReleaseLeasesRequest\x1a\".paceline.v1.ReleaseLeasesResponse\x12P\n\x0bLeasePrefix\x12\x1f.paceline.v1.LeasePrefixRequest\x1a .paceline.v1.LeasePrefixResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=1550
-  _globals['_LEASESTATE']._serialized_end=1639
+  _globals['_LEASESTATE']._serialized_start=1641
+  _globals['_LEASESTATE']._serialized_end=1730
   _globals['_PULLREQUEST']._serialized_start=73
   _globals['_PULLREQUEST']._serialized_end=219
   _globals['_PULLRESPONSE']._serialized_start=222
-  _globals['_PULLRESPONSE']._serialized_end=372
-  _globals['_KVCHUNK']._serialized_start=374
-  _globals['_KVCHUNK']._serialized_end=448
-  _globals['_KVREFERENCES']._serialized_start=450
-  _globals['_KVREFERENCES']._serialized_end=506
-  _globals['_KVREFERENCE']._serialized_start=508
-  _globals['_KVREFERENCE']._serialized_end=574
-  _globals['_PULLEND']._serialized_start=576
-  _globals['_PULLEND']._serialized_end=632
-  _globals['_DESCRIBEMEMORYREQUEST']._serialized_start=634
-  _globals['_DESCRIBEMEMORYREQUEST']._serialized_end=677
-  _globals['_DESCRIBEMEMORYRESPONSE']._serialized_start=680
-  _globals['_DESCRIBEMEMORYRESPONSE']._serialized_end=838
-  _globals['_SHAREDMEMORYOFFER']._serialized_start=840
-  _globals['_SHAREDMEMORYOFFER']._serialized_end=918
-  _globals['_NIXLOFFER']._serialized_start=920
-  _globals['_NIXLOFFER']._serialized_end=981
-  _globals['_RENEWLEASESREQUEST']._serialized_start=983
-  _globals['_RENEWLEASESREQUEST']._serialized_end=1042
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=1044
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=1106
-  _globals['_RELEASELEASESREQUEST']._serialized_start=1108
-  _globals['_RELEASELEASESREQUEST']._serialized_end=1212
-  _globals['_ATTEMPTREF']._serialized_start=1214
-  _globals['_ATTEMPTREF']._serialized_end=1263
-  _globals['_RELEASELEASESRESPONSE']._serialized_start=1265
-  _globals['_RELEASELEASESRESPONSE']._serialized_end=1329
-  _globals['_LEASEPREFIXREQUEST']._serialized_start=1332
-  _globals['_LEASEPREFIXREQUEST']._serialized_end=1486
-  _globals['_LEASEPREFIXRESPONSE']._serialized_start=1488
-  _globals['_LEASEPREFIXRESPONSE']._serialized_end=1548
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1642
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2067
+  _globals['_PULLRESPONSE']._serialized_end=413
+  _globals['_KVCHUNK']._serialized_start=415
+  _globals['_KVCHUNK']._serialized_end=489
+  _globals['_KVCHUNKS']._serialized_start=491
+  _globals['_KVCHUNKS']._serialized_end=539
+  _globals['_KVREFERENCES']._serialized_start=541
+  _globals['_KVREFERENCES']._serialized_end=597
+  _globals['_KVREFERENCE']._serialized_start=599
+  _globals['_KVREFERENCE']._serialized_end=665
+  _globals['_PULLEND']._serialized_start=667
+  _globals['_PULLEND']._serialized_end=723
+  _globals['_DESCRIBEMEMORYREQUEST']._serialized_start=725
+  _globals['_DESCRIBEMEMORYREQUEST']._serialized_end=768
+  _globals['_DESCRIBEMEMORYRESPONSE']._serialized_start=771
+  _globals['_DESCRIBEMEMORYRESPONSE']._serialized_end=929
+  _globals['_SHAREDMEMORYOFFER']._serialized_start=931
+  _globals['_SHAREDMEMORYOFFER']._serialized_end=1009
+  _globals['_NIXLOFFER']._serialized_start=1011
+  _globals['_NIXLOFFER']._serialized_end=1072
+  _globals['_RENEWLEASESREQUEST']._serialized_start=1074
+  _globals['_RENEWLEASESREQUEST']._serialized_end=1133
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=1135
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=1197
+  _globals['_RELEASELEASESREQUEST']._serialized_start=1199
+  _globals['_RELEASELEASESREQUEST']._serialized_end=1303
+  _globals['_ATTEMPTREF']._serialized_start=1305
+  _globals['_ATTEMPTREF']._serialized_end=1354
+  _globals['_RELEASELEASESRESPONSE']._serialized_start=1356
+  _globals['_RELEASELEASESRESPONSE']._serialized_end=1420
+  _globals['_LEASEPREFIXREQUEST']._serialized_start=1423
+  _globals['_LEASEPREFIXREQUEST']._serialized_end=1577
+  _globals['_LEASEPREFIXRESPONSE']._serialized_start=1579
+  _globals['_LEASEPREFIXRESPONSE']._serialized_end=1639
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1733
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2158
 # @@protoc_insertion_point(module_scope)

@@ -32,14 +32,16 @@ class PullRequest(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., fingerprint: _Optional[_Union[_engine_pb2.ModelFingerprint, _Mapping]] = ..., held_hashes: _Optional[_Iterable[bytes]] = ..., by_reference: _Optional[bool] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("chunk", "end", "references")
+    __slots__ = ("chunk", "end", "references", "chunks")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     REFERENCES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     chunk: KvChunk
     end: PullEnd
     references: KvReferences
-    def __init__(self, chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ..., references: _Optional[_Union[KvReferences, _Mapping]] = ...) -> None: ...
+    chunks: KvChunks
+    def __init__(self, chunk: _Optional[_Union[KvChunk, _Mapping]] = ..., end: _Optional[_Union[PullEnd, _Mapping]] = ..., references: _Optional[_Union[KvReferences, _Mapping]] = ..., chunks: _Optional[_Union[KvChunks, _Mapping]] = ...) -> None: ...
 
 class KvChunk(_message.Message):
     __slots__ = ("ordinal", "offset", "data", "checksum")
@@ -52,6 +54,12 @@ class KvChunk(_message.Message):
     data: bytes
     checksum: int
     def __init__(self, ordinal: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class KvChunks(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[KvChunk]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[KvChunk, _Mapping]]] = ...) -> None: ...
 
 class KvReferences(_message.Message):
     __slots__ = ("blocks",)

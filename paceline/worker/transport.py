@@ -49,6 +49,7 @@ class WorkerTransport:
                 f"--kv-transport {kv_transport}: this memory cannot be shared between processes; use auto or grpc"
             )
         self.receiving = NegotiatedTransport(grpc, ways, is_required=is_required)
+        self.on_read: Callable[[], None] = (lambda: None) if nixl is None else nixl.expect_readers
         self.offer = MemoryOffer(num_blocks, memory.block_bytes, shared, None if nixl is None else nixl.offer)
 
 

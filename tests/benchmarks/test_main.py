@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import scheduler_cost
+from benchmarks import kv_transports, scheduler_cost
 from benchmarks.experts import measure_groups
+from benchmarks.kv import main as kv
 from benchmarks.scheduling import main as scheduling
 from benchmarks.simulator.options import write_json
 from paceline.core.errors import ConfigError, NoEndpointError
@@ -58,3 +59,16 @@ def test_groups_of_experts_need_fewer_of_them() -> None:
     costs = measure_groups(1)
     assert costs["experts"].distinct_experts_per_layer < costs["turns"].distinct_experts_per_layer
     assert costs["all"].experts_per_token < costs["experts"].experts_per_token
+
+
+@pytest.mark.thorough
+def test_bench_kv_gives_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every transport moves its blocks between two processes, and each number that is promised is there."""
+    monkeypatch.setattr(kv_transports, "_PULL_BYTES", 2 << 20)
+    monkeypatch.setattr(kv_transports, "_NUM_ROUNDS", 1)
+    monkeypatch.setattr(kv_transports, "_SETUPS", kv_transports._SETUPS[:1])
+    assert kv(["--only", "transports", "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["grpc_gb_s"] > 0
+    assert 0 < found["shm_over_memcpy"] == found["shm_gb_s"] / found["memcpy_gb_s"]
+    assert {"memcpy", "shm", "grpc"} <= {row["transport"] for row in found["transports"]}

@@ -84,6 +84,7 @@ async def nixl_transport(
     ]
     theirs, ours = agents
     owner.offer(MemoryOffer(NUM_POOL_BLOCKS, BLOCK_BYTES, nixl=theirs.offer))
+    owner.sender._on_read = theirs.expect_readers
     transport = NegotiatedTransport(grpc_transport, [ours], is_required=True)
     yield transport
     assert {name for name, stats in transport.stats().items() if stats.num_pulls} <= {"nixl"}

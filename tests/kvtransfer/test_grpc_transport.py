@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.block_store import BlockStore
 from kvtransfer.borrower import PrefixBorrower
-from kvtransfer.chunks import MAX_CHUNK_BYTES, KvChunk, KvMessage, PullEnd
+from kvtransfer.chunks import MAX_CHUNK_BYTES, ChunkMessage, KvChunk, KvMessage
 from kvtransfer.leases import LeaseTable
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import KVReceiver
@@ -45,7 +45,7 @@ class _WatchedSender(KVSender):
         boot_epoch: BootEpoch,
         fingerprint: ModelFingerprint,
         held_hashes: Sequence[BlockHash],
-    ) -> AsyncGenerator[KvChunk | PullEnd, None]:
+    ) -> AsyncGenerator[ChunkMessage, None]:
         try:
             async with aclosing(super().pull(lease_id, boot_epoch, fingerprint, held_hashes)) as messages:
                 async for message in messages:

@@ -11,6 +11,7 @@ from kvtransfer.keep_alive import keep_alive
 from kvtransfer.receiver import KVReceiver, ReceivedKv
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
+from kvtransfer.transports.late import LateTransport
 from kvtransfer.transports.local import LocalTransport
 from paceline.core.errors import (
     FingerprintMismatchError,
@@ -43,7 +44,7 @@ OTHERS = [block_id for block_id in POOL if block_id not in RESERVED]
 class Bench:
     """An owner with one complete lease of three blocks, the last of them partial, and a receiver."""
 
-    def __init__(self, *faults: Fault, ttl_s: float = 30.0) -> None:
+    def __init__(self, *faults: Fault, ttl_s: float = 30.0, in_place: bool = False) -> None:
         self.owner = Owner(virtual_clock, ttl_s=ttl_s)
         self.lease = self.owner.granted([5, 1, 7], num_full=2)
         self.ticket = self.owner.ticket(self.lease)
@@ -51,7 +52,8 @@ class Bench:
         self.store = random_store(2)
         self.before = contents(self.store, POOL)
         self.local = LocalTransport(self.owner.sender, FINGERPRINT)
-        self.transport: KVTransport = FaultyTransport(self.local, faults)
+        late = LateTransport(self.owner.sender, FINGERPRINT, self.owner.store, self.store)
+        self.transport: KVTransport = FaultyTransport(late if in_place else self.local, faults)
         self.receiver = KVReceiver(self.transport, self.store, FINGERPRINT)
 
     async def receive(self, *, num_held: int = 0) -> ReceivedKv:
@@ -231,20 +233,32 @@ async def test_a_prefill_that_computes_slowly_is_no_stall() -> None:
     assert received.num_blocks == 3
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        FaultKind.CUT,
-        FaultKind.BREAK,
-        FaultKind.BREAK_WAY,
-        FaultKind.DROP,
-        FaultKind.DUPLICATE,
-        FaultKind.REORDER,
-        FaultKind.TRUNCATE,
-        FaultKind.CORRUPT,
-        FaultKind.MISPLACE,
-    ],
-)
+DAMAGE = [
+    FaultKind.CUT,
+    FaultKind.BREAK,
+    FaultKind.BREAK_WAY,
+    FaultKind.DROP,
+    FaultKind.DUPLICATE,
+    FaultKind.REORDER,
+    FaultKind.TRUNCATE,
+    FaultKind.CORRUPT,
+    FaultKind.MISPLACE,
+]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("at", range(3))
+@in_virtual_time
+async def test_a_damaged_word_of_an_engine_fails_the_whole_hand_over(kind: FaultKind, at: int) -> None:
+    """The same of blocks that are written in place: what is said of them must be the next one, whole, and as it was computed."""
+    bench = Bench(Fault(kind, at=at), in_place=True)
+    with pytest.raises(KvError):
+        await bench.receive()
+    bench.assert_others_untouched()
+    bench.assert_given_back()
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("at", range(6))
 @in_virtual_time
 async def test_a_damaged_piece_fails_the_whole_hand_over(kind: FaultKind, at: int) -> None:
