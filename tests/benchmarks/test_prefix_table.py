@@ -1,18 +1,19 @@
-"""`./run bench prefix-table`, with a small table."""
+"""`./run bench kv --only table`, with a small table."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.prefix_table import LENGTHS, main
+from benchmarks.kv import main
+from benchmarks.prefix_table import LENGTHS
 from paceline.core.errors import ConfigError
 
 
 def test_it_gives_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every number that is promised, out of a real server: times by length, and what an entry takes."""
     file = tmp_path / "found.json"
-    assert main(["--entries", "2000", "--lookups", "5", "--json", str(file)]) == 0
+    assert main(["--only", "table", "--entries", "2000", "--lookups", "5", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     for length in LENGTHS:
         name = "1_block" if length == 1 else f"{length}_blocks"
@@ -27,4 +28,4 @@ def test_it_gives_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_less_than_one_prompt_is_refused() -> None:
     """A table that is too small to look anything up in is no measurement."""
     with pytest.raises(ConfigError, match="--entries"):
-        main(["--entries", "10"])
+        main(["--only", "table", "--entries", "10"])
