@@ -30,6 +30,10 @@ class Way(Protocol):
     def name(self) -> str:
         """What it is called in settings, logs and metrics."""
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether blocks come to their places by themselves: then they must be cut as the receiver's are."""
+
     def connect(self, offer: MemoryOffer) -> KVTransport:
         """The transport to one owner in one of its lives; raises TransportBrokenError, saying why, when that cannot be."""
 
@@ -47,11 +51,14 @@ class _Link:
     boot_epoch: BootEpoch
     name: str
     transport: KVTransport
+    writes_in_place: bool = False
     forgetting: asyncio.TimerHandle | None = None
 
 
 class NegotiatedTransport:
     """Pulls by the first of `ways` that works with the owner, else by gRPC, unless `is_required`; everything else goes over gRPC.
+
+    So do blocks that have to be converted, where the way would write them in place.
 
     What was agreed on holds for the owner's life. A way that has failed in use, or has brought a damaged block, is not tried again in
     it. A link that nobody uses for `idle_s` seconds is forgotten: it may hold the memory of an owner that is long dead.
@@ -73,6 +80,14 @@ class NegotiatedTransport:
     ) -> AsyncGenerator[KvMessage, None]:
         """The messages of the way that is taken with the ticket's owner. Throw in what is wrong with one, so that it is noted."""
         link = await self._agreed(ticket)
+        if link.writes_in_place and not into:
+            # Blocks that are cut in another way than ours have no places among them.
+            if self._is_required:
+                raise TransportBrokenError(
+                    f"blocks of {ticket.owner_id} must be converted, and --kv-transport {link.name} writes them in place; "
+                    "set it to auto"
+                )
+            link = self._by_grpc(ticket)
         try:
             async with aclosing(link.transport.pull(ticket, held_hashes, into)) as messages:
                 async for message in messages:
@@ -144,7 +159,7 @@ class NegotiatedTransport:
                 passed_over[way.name] = str(error)
                 continue
             log.info("kv_transport", owner=ticket.owner_id, transport=way.name, passed_over=passed_over)
-            return self._link(ticket, way.name, transport)
+            return self._link(ticket, way.name, transport, writes_in_place=way.writes_in_place)
         if self._is_required:
             why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
             raise TransportBrokenError(
@@ -156,8 +171,11 @@ class NegotiatedTransport:
     def _by_grpc(self, ticket: KvTicket) -> _Link:
         return self._link(ticket, GRPC, self._grpc)
 
-    def _link(self, ticket: KvTicket, name: str, transport: KVTransport) -> _Link:
-        return _Link(ticket.boot_epoch, name, InstrumentedTransport(transport, self._counts[name]))
+    def _link(
+        self, ticket: KvTicket, name: str, transport: KVTransport, *, writes_in_place: bool = False
+    ) -> _Link:
+        counted = InstrumentedTransport(transport, self._counts[name])
+        return _Link(ticket.boot_epoch, name, counted, writes_in_place)
 
     # -- leaving
 

@@ -42,6 +42,7 @@ class Nixl:
     """
 
     name = "nixl"
+    writes_in_place = True
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ class SharedMemory:
     """The way through shared memory. It needs an owner on the same host, of the same user."""
 
     name = "shm"
+    writes_in_place = False
 
     def __init__(self, grpc: GrpcTransport) -> None:
         self._grpc = grpc

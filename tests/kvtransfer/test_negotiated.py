@@ -166,6 +166,30 @@ async def test_a_forced_way_that_fails_is_tried_again(
     assert _pulls(transport) == {"grpc": 0, "shm": 2}
 
 
+class _InPlaceWay(_CountedWay):
+    """Says that it writes in place."""
+
+    writes_in_place = True
+
+
+async def test_blocks_without_places_are_not_written_in_place(
+    owner: Owner, grpc_transport: GrpcTransport, store: HookedStore
+) -> None:
+    """Blocks that must be converted come over gRPC; the others still come by the way that was agreed on."""
+    transport = NegotiatedTransport(grpc_transport, [_InPlaceWay(grpc_transport)])
+    ticket = owner.ticket(owner.granted([4, 2]))
+    async with aclosing(transport.pull(ticket, [], into=())) as messages:
+        assert [message async for message in messages]
+    assert _pulls(transport) == {"grpc": 1, "shm": 0}
+    await _receive(owner, transport, store)
+    assert (_pulls(transport), transport.num_fallbacks) == ({"grpc": 1, "shm": 1}, 0)
+    await transport.aclose()
+    forced = NegotiatedTransport(grpc_transport, [_InPlaceWay(grpc_transport)], is_required=True)
+    with pytest.raises(TransportBrokenError, match="must be converted"):
+        await anext(forced.pull(ticket, [], into=()))
+    await forced.aclose()
+
+
 async def test_without_other_ways_nobody_is_asked(
     owner: Owner, grpc_transport: GrpcTransport, store: HookedStore
 ) -> None:
