@@ -108,6 +108,18 @@ async def test_a_long_prompt_is_looked_up_at_once(index: PrefixIndex) -> None:
     assert await index.lookup(hashes) == {ANNE: 500}
 
 
+async def test_many_holders_are_told_apart(index: PrefixIndex) -> None:
+    """Each of many workers is given what it holds, from one block to all of them."""
+    hashes = chain(1, 40)
+    workers = {WorkerKey(WorkerId(f"w{number}"), BootEpoch(number)): number for number in range(1, 41)}
+    for worker, num_blocks in workers.items():
+        await index.renew(worker)
+        await index.publish(worker, entries(hashes[:num_blocks]))
+    assert await index.lookup(hashes) == workers
+    assert await index.lookup(hashes[:7]) == {worker: min(7, number) for worker, number in workers.items()}
+    assert await index.lookup(hashes[:1]) == dict.fromkeys(workers, 1)
+
+
 WORKERS = st.integers(0, 3).map(lambda number: WorkerKey(WorkerId(f"w{number}"), BootEpoch(number)))
 
 
