@@ -31,6 +31,7 @@ _LOOK_S, _IDLE_LOOK_S = 0.001, 0.1
 _BUSY_LOOK_S = 30e-6
 _TRANSFER_TIMEOUT_S = 20.0
 _CLOSE_TIMEOUT_S = 1.0
+_NUM_LAST_LOOKS, _LAST_LOOK_S = 100, 0.01
 _IN_PROGRESS, _DONE = "PROC", "DONE"
 
 
@@ -119,21 +120,34 @@ class Nixl:
     async def _transfer(
         self, owner: NixlOffer, blocks: Sequence[KvReference], places: Sequence[BlockId]
     ) -> None:
-        """Ends when the engine is done, or says that it has failed: before that nothing else would stop it from writing."""
+        """Ends when the engine is done, or has failed: before that nothing would stop it from writing."""
         try:
-            ours = self._descriptors(self._pool.address, places)
-            theirs = self._descriptors(owner.address, [block.block_id for block in blocks])
-            handle = self._agent.initialize_xfer("READ", ours, theirs, owner.agent)
-            state, pace = self._agent.transfer(handle), _Pace()
-            while state == _IN_PROGRESS:
-                await pace.pause(_LOOK_S)
-                with pace:
-                    state = self._agent.check_xfer_state(handle)
-            self._agent.release_xfer_handle(handle)
+            await self._transferred(owner, blocks, places)
         except Exception as error:
+            # It may speak of the first block that has failed, and hear of the others in the next moment.
+            await self._look_on()
             raise TransportBrokenError(f"NIXL has failed: {error}") from error
+
+    async def _transferred(
+        self, owner: NixlOffer, blocks: Sequence[KvReference], places: Sequence[BlockId]
+    ) -> None:
+        ours = self._descriptors(self._pool.address, places)
+        theirs = self._descriptors(owner.address, [block.block_id for block in blocks])
+        handle = self._agent.initialize_xfer("READ", ours, theirs, owner.agent)
+        state, pace = self._agent.transfer(handle), _Pace()
+        while state == _IN_PROGRESS:
+            await pace.pause(_LOOK_S)
+            with pace:
+                state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
         if state != _DONE:
-            raise TransportBrokenError(f"NIXL has failed: {state}")
+            raise TransportBrokenError(state)
+
+    async def _look_on(self) -> None:
+        """A second of looks, within which the engine finds out what has become of a connection."""
+        for _ in range(_NUM_LAST_LOOKS):
+            self._agent.get_new_notifs()
+            await asyncio.sleep(_LAST_LOOK_S)
 
     def _descriptors(self, address: int, block_ids: Sequence[BlockId]) -> Any:
         size = self._block_bytes

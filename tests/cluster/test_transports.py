@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.errors import ProcessLostError
 from tests.cluster.scraping import Scrape, moved, scrape, series
-from tests.cluster.support import Cluster, fake_tokens, random_prompts, running_cluster
+from tests.cluster.support import Cluster, fake_tokens, is_idle, random_prompts, running_cluster
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -66,6 +66,29 @@ async def test_nixl_can_be_forced(tmp_path: Path, tiny_tokenizer_dir: Path) -> N
         assert _pulls(found, "grpc") == 0
         await cluster.until_idle()
         assert "kv_transport_fallback" not in cluster.logs()
+
+
+@pytest.mark.slow
+async def test_nixl_outlives_a_killed_owner(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Requests whose prefill worker is killed go on with the other one; in the end no block is held by anybody."""
+    pytest.importorskip("nixl_cu12", reason="NIXL is an optional extra, and is not installed")
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": {"fake_step_ms": 20, "max_num_batched_tokens": 32}},
+        runner="fake",
+        disaggregate="always",
+        topology="2P1D",
+        kv_transport="nixl",
+    ) as cluster:
+        serving = asyncio.create_task(_serve(cluster, seed=44, num_requests=40))
+        await cluster.until("decode-0", lambda load: load.num_blocks_pulled > 20)
+        cluster.local.kill("prefill-0")
+        await serving
+        for worker in ("decode-0", "prefill-1"):
+            await cluster.until(worker, is_idle)
+        await _serve(cluster, seed=45)
+        assert _pulls(await scrape(cluster, "decode-0"), "grpc") == 0
 
 
 async def test_a_way_that_is_not_there_is_refused_at_start(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
