@@ -28,9 +28,7 @@ class CacheScopes:
         self._secret = secret
         self._prefixes = dict(prefixes or {})
 
-    def scope_of(
-        self, public_prefix: str | None, prompt_ids: Prefix, block_size: int, tenant: str = ""
-    ) -> str:
+    def scope_of(self, public_prefix: str | None, prompt_ids: Prefix, tenant: str = "") -> str:
         """The scope of a tenant's prompt; requests without a name are one tenant's. Raises BadPromptError for a prefix that nobody has registered.
 
         Of a public prefix whole blocks are shared, and only if the prompt begins with all of its tokens.
@@ -39,7 +37,7 @@ class CacheScopes:
         if public_prefix is not None:
             tokens = self._named(public_prefix)
             if prompt_ids[: len(tokens)] == tokens:
-                num_public = len(tokens) // block_size * block_size
+                num_public = len(tokens)
         if not self._secret:
             return ""
         return str(CacheScope(self._salt(tenant), num_public))

@@ -217,7 +217,6 @@ class InferenceServicer:
             raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
         check_prompt_logprobs(request, num_prompt)
         num_left = limits.max_model_tokens - num_prompt
-        block_size = self._require_served().fingerprint.block_size
         spec = SequenceSpec(
             sequence_id=SequenceId(request_id, 0),
             prompt_ids=prompt_ids,
@@ -229,7 +228,7 @@ class InferenceServicer:
             num_top_logprobs=request.num_top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             bypass_cache=request.bypass_cache,
-            cache_scope=self._scopes.scope_of(request.public_prefix, prompt_ids, block_size),
+            cache_scope=self._scopes.scope_of(request.public_prefix, prompt_ids),
             candidates=tuple(range(request.n)),
             priority=request.priority,
         )

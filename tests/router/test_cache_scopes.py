@@ -16,8 +16,8 @@ SCOPES = CacheScopes(SECRET, {"greeting": GREETING})
 
 
 def scope(tenant: str, name: str | None, prompt: tuple[int, ...], scopes: CacheScopes = SCOPES) -> CacheScope:
-    """With blocks of four tokens."""
-    return CacheScope.parse(scopes.scope_of(name, prompt, 4, tenant))
+    """Out of its text."""
+    return CacheScope.parse(scopes.scope_of(name, prompt, tenant))
 
 
 def test_each_tenant_has_a_salt_that_only_the_secret_gives() -> None:
@@ -30,10 +30,10 @@ def test_each_tenant_has_a_salt_that_only_the_secret_gives() -> None:
     assert scope("anne", None, (1, 2)).num_public_tokens == 0
 
 
-def test_a_prompt_that_begins_with_a_named_prefix_shares_its_whole_blocks() -> None:
-    """Six tokens are one block of four; what follows the prefix does not matter."""
+def test_a_prompt_that_begins_with_a_named_prefix_shares_it() -> None:
+    """Its six tokens are public, whatever follows them and however large a worker's blocks are."""
     for prompt in (GREETING, (*GREETING, 1, 2, 3)):
-        assert scope("anne", "greeting", prompt) == CacheScope(scope("anne", None, prompt).salt, 4)
+        assert scope("anne", "greeting", prompt) == CacheScope(scope("anne", None, prompt).salt, 6)
 
 
 @pytest.mark.parametrize("prompt", [GREETING[:5], (1, *GREETING), (*GREETING[:5], 11), (1,)])
@@ -54,9 +54,7 @@ def test_an_unknown_name_is_refused(name: str, scopes: CacheScopes) -> None:
 def test_without_a_secret_everything_is_shared() -> None:
     """One scope for all, with and without a public prefix."""
     scopes = CacheScopes(b"", {"greeting": GREETING})
-    assert {scopes.scope_of(name, GREETING, 4, tenant) for tenant in "ab" for name in (None, "greeting")} == {
-        ""
-    }
+    assert {scopes.scope_of(name, GREETING, tenant) for tenant in "ab" for name in (None, "greeting")} == {""}
 
 
 def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
