@@ -39,6 +39,7 @@ from router.workers import WorkerRegistry
 
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
 _RETRYABLE = (KvError, PeerLostError, DrainingError)
+_ROLES = (inference_pb2.WORKER_ROLE_PREFILL, inference_pb2.WORKER_ROLE_DECODE)
 
 log = get_logger()
 
@@ -258,15 +259,17 @@ class Dispatcher:
     async def _place(self, job: Job) -> Route:
         if self._registry.served is None:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
-        prefill = self._registry.views(inference_pb2.WORKER_ROLE_PREFILL)
-        decode = self._registry.views(inference_pb2.WORKER_ROLE_DECODE)
         known_ids = job.spec.prompt_ids + job.output_ids
         held: dict[WorkerKey, int] = {}
         if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
             # One, unless workers cut their blocks in different ways.
-            for cut in {(worker.fingerprint, worker.block_size) for worker in (*prefill, *decode)}:
+            workers = (view for role in _ROLES for view in self._registry.views(role))
+            for cut in {(worker.fingerprint, worker.block_size) for worker in workers}:
                 held |= await self._held(known_ids, job.spec.cache_scope, *cut)
         facts = PromptFacts(len(known_ids), held, frozenset(job.failed_on))
+        # Looked at after the look-ups: what others were given meanwhile counts.
+        prefill = self._registry.views(inference_pb2.WORKER_ROLE_PREFILL)
+        decode = self._registry.views(inference_pb2.WORKER_ROLE_DECODE)
         return place(facts, prefill, decode, self._config.mode, self._config.local_prefill_tokens)
 
     async def _held(
