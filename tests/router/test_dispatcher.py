@@ -1,13 +1,13 @@
 """One request through its workers, and whatever goes wrong with them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
-from paceline.core.block_hash import chain_root, hash_full_blocks
+from paceline.core.block_hash import BlockHash, chain_root, hash_full_blocks
 from paceline.core.errors import (
     DeadlineError,
     DrainingError,
@@ -22,7 +22,9 @@ from paceline.core.errors import (
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, FinishReason, Priority, SequenceSpec, WorkerId
+from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.v1.prefill_pb2 import PrefillResponse
+from router.dispatcher import Dispatcher
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from tests.factories import BLOCK_SIZE, FINGERPRINT, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster, token_ids
@@ -169,6 +171,30 @@ async def test_the_index_decides_where_a_prefix_goes() -> None:
         await cluster.run(cluster.job(bypass))
     assert [len(worker.prefills) for worker in cluster.prefill] == [1, 1]
     assert cluster.prefill[1].prefills[0].sequence_id == SPEC.sequence_id
+
+
+class TogetherIndex(MemoryPrefixIndex):
+    """Answers two look-ups at once, when both have come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = asyncio.Barrier(2)
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+        """Waits for the other one."""
+        await self._both.wait()
+        return await super().lookup(hashes)
+
+
+async def test_prompts_that_are_looked_up_at_once_go_to_different_workers() -> None:
+    """What one of them is given while the other one's look-up is under way counts for the other one."""
+    async with scripted_cluster(2, 1) as cluster:
+        cluster.dispatcher = Dispatcher(
+            cluster.config, cluster.registry, TogetherIndex(), cluster.channels, clock=cluster.clock
+        )
+        specs = [make_spec(name, SPEC.prompt_ids, max_tokens=6) for name in ("one", "other")]
+        await asyncio.gather(*(cluster.run(cluster.job(spec)) for spec in specs))
+    assert [len(worker.prefills) for worker in cluster.prefill] == [1, 1]
 
 
 async def test_what_is_under_way_counts_as_load_and_nothing_stays_behind() -> None:
