@@ -12,7 +12,7 @@ from typing import Any
 from kvtransfer.block_store import BlockStore
 from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
 from kvtransfer.conversion import BlockConversion, require_all_heads
-from kvtransfer.keep_alive import keep_alive
+from kvtransfer.keep_alive import KeepAlive, Kept
 from kvtransfer.landing import ConvertingLanding, DirectLanding, Landing
 from kvtransfer.transports.base import KVTransport
 from paceline.core.errors import KvError, KvLostError, LeaseExpiredError, PacelineError
@@ -24,7 +24,7 @@ from paceline.core.ticket import KvTicket
 
 @dataclass(frozen=True, slots=True)
 class HandOverTimes:
-    """How long a receiver waits for the next message and for the answer to a release, and how often it renews.
+    """How long a receiver waits for the next message and for the answer to a release.
 
     A stall is a wait of `stall_timeout_s` without a message; after each the owner is asked whether it is still there.
     """
@@ -32,7 +32,6 @@ class HandOverTimes:
     stall_timeout_s: float = 20.0
     max_stalls: int = 15
     release_timeout_s: float = 2.0
-    renew_every_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,15 @@ class KVReceiver:
         times: HandOverTimes | None = None,
         *,
         layout: KVLayout | None = None,
+        keep_alive: KeepAlive | None = None,
     ) -> None:
         self._transport = transport
         self._store = store
         self._fingerprint = fingerprint
         self._times = times or HandOverTimes()
         self._layout = layout
+        # Receivers of one worker share it, so that a peer hears from the worker once.
+        self._keep_alive = keep_alive or KeepAlive(transport)
         # The loop itself holds tasks only weakly.
         self._giving_back: set[asyncio.Task[None]] = set()
 
@@ -87,17 +89,19 @@ class KVReceiver:
 
     @asynccontextmanager
     async def hold(self, ticket: KvTicket) -> AsyncGenerator["HandOver", None]:
-        """Keeps the lease alive while the body waits for room and receives.
+        """Keeps the lease alive while the body waits for room and receives; LeaseExpiredError as soon as it is known to have ended.
 
         However the body ends without having received, the owner gets its blocks back at once.
         """
-        hand_over = HandOver(ticket, self._transport, self._store, self._times)
+        hand_over: HandOver | None = None
         try:
-            hand_over.conversion = self._conversion(ticket.fingerprint)
-            async with keep_alive(self._transport, ticket, every_s=self._times.renew_every_s):
+            conversion = self._conversion(ticket.fingerprint)
+            async with self._keep_alive.keep(ticket) as kept:
+                hand_over = HandOver(kept, self._transport, self._store, self._times)
+                hand_over.conversion = conversion
                 yield hand_over
         finally:
-            if not hand_over.is_received:
+            if hand_over is None or not hand_over.is_received:
                 await self._give_back(ticket)
 
     def _conversion(self, fingerprint: ModelFingerprint) -> BlockConversion | None:
@@ -137,12 +141,11 @@ class KVReceiver:
 class HandOver:
     """One lease that is held for reading."""
 
-    def __init__(
-        self, ticket: KvTicket, transport: KVTransport, store: BlockStore, times: HandOverTimes
-    ) -> None:
+    def __init__(self, kept: Kept, transport: KVTransport, store: BlockStore, times: HandOverTimes) -> None:
         self.is_received = False
         self.conversion: BlockConversion | None = None
-        self._ticket = ticket
+        self._kept = kept
+        self._ticket = kept.ticket
         self._transport = transport
         self._store = store
         self._times = times
@@ -166,6 +169,8 @@ class HandOver:
         finally:
             await _cancelled(pulling)
         first_tokens = pulling.result()
+        # A renewal that the owner sees after the release is answered EXPIRED, which says nothing then.
+        self._kept.settle()
         await self._confirm()
         self.is_received = True
         return ReceivedKv(first_tokens, landing.num_blocks, landing.num_bytes)
@@ -227,7 +232,7 @@ class HandOver:
         stalled = f"no block came for {self._times.stall_timeout_s:g} s, and the owner"
         try:
             async with asyncio.timeout(self._times.release_timeout_s):
-                state = await self._transport.renew(self._ticket)
+                (state,) = await self._transport.renew([self._ticket])
         except (KvError, TimeoutError):
             raise KvLostError(f"{stalled} does not answer; prefill again") from None
         if state is not LeaseState.VALID:

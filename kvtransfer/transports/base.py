@@ -30,8 +30,8 @@ class KVTransport(Protocol):
     def settling(self, into: Sequence[BlockId]) -> "asyncio.Future[None] | None":
         """After a pull: None when nothing writes to these blocks any more, else what is done as soon as that is so."""
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps leases of one owner, in one of its lives, alive; says of each whether it holds."""
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease; VALID only when it held until now. Doing it twice is harmless."""

@@ -95,11 +95,11 @@ class FaultyTransport:
         """The next transport's."""
         return self._next.settling(into)
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """The next transport's answer, unless it is lost."""
         if FaultKind.LOSE_RENEWALS in self._kinds:
             raise KvLostError("the renewal was lost, to plan")
-        return await self._next.renew(ticket)
+        return await self._next.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """The next transport's answer, unless it or the question is lost."""

@@ -100,16 +100,17 @@ class GrpcTransport:
         finally:
             call.cancel()
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps the leases alive."""
+        first = tickets[0]
         request = kv_transfer_pb2.RenewLeasesRequest(
-            lease_ids=[ticket.lease_id], boot_epoch=ticket.boot_epoch
+            lease_ids=[ticket.lease_id for ticket in tickets], boot_epoch=first.boot_epoch
         )
         try:
-            response = await self._stub(ticket).RenewLeases(request, timeout=self._call_timeout_s)
+            response = await self._stub(first).RenewLeases(request, timeout=self._call_timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _kv_error(error, ticket) from error
-        return _only_state(response.states)
+            raise _kv_error(error, first) from error
+        return _states(response.states, num_leases=len(tickets))
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease."""
@@ -120,16 +121,17 @@ class GrpcTransport:
             response = await self._stub(ticket).ReleaseLeases(request, timeout=self._call_timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _kv_error(error, ticket) from error
-        return _only_state(response.states)
+        (state,) = _states(response.states, num_leases=1)
+        return state
 
     def _stub(self, ticket: KvTicket) -> "KvTransferServiceAsyncStub":
         return KvTransferServiceStub(self._channels.get(ticket.owner_address))
 
 
-def _only_state(states: Sequence[kv_transfer_pb2.LeaseState]) -> LeaseState:
-    if len(states) != 1:
-        raise KvLostError(f"asked for one lease, the owner answered for {len(states)}")
-    return lease_state_from_proto(states[0])
+def _states(states: Sequence[kv_transfer_pb2.LeaseState], num_leases: int) -> list[LeaseState]:
+    if len(states) != num_leases:
+        raise KvLostError(f"asked for {num_leases} leases, the owner answered for {len(states)}")
+    return [lease_state_from_proto(state) for state in states]
 
 
 def _kv_error(error: grpc.aio.AioRpcError, ticket: KvTicket) -> KvError | FingerprintMismatchError:

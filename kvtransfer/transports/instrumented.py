@@ -86,9 +86,9 @@ class InstrumentedTransport:
         """The next transport's."""
         return self._next.settling(into)
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """The next transport's answer."""
-        return await self._next.renew(ticket)
+        return await self._next.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """The next transport's answer."""

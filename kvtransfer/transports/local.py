@@ -38,9 +38,9 @@ class LocalTransport:
     def settling(self, into: Sequence[BlockId]) -> None:
         """Nothing but the receiver writes."""
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
-        return self._sender.renew([ticket.lease_id], ticket.boot_epoch)[0]
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps the leases alive."""
+        return self._sender.renew([ticket.lease_id for ticket in tickets], tickets[0].boot_epoch)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease."""

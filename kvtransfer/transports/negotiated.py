@@ -106,9 +106,9 @@ class NegotiatedTransport:
         """The first way's that may still write."""
         return next((settling for way in self._ways if (settling := way.settling(into))), None)
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
-        return await self._grpc.renew(ticket)
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps the leases alive."""
+        return await self._grpc.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease."""

@@ -189,9 +189,9 @@ class NixlTransport:
         """What the engine still writes."""
         return self._nixl.settling(into)
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
-        return await self._grpc.renew(ticket)
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps the leases alive."""
+        return await self._grpc.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease."""

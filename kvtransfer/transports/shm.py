@@ -80,9 +80,9 @@ class SharedMemoryTransport:
     def settling(self, into: Sequence[BlockId]) -> None:
         """Nothing but the receiver writes."""
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        """Keeps the lease alive."""
-        return await self._grpc.renew(ticket)
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """Keeps the leases alive."""
+        return await self._grpc.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """Ends the lease."""

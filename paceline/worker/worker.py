@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtransfer.borrower import PrefixBorrower
+from kvtransfer.keep_alive import KeepAlive
 from kvtransfer.leases import Lease, LeaseTable, sweep_forever
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
@@ -128,7 +129,8 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         agent=f"{key.worker_id}-{key.boot_epoch:016x}",
         is_read=lambda: leases.stats().num_active > 0,
     )
-    loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES)
+    keep_alive = KeepAlive(transport.receiving)
+    loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES, keep_alive=keep_alive)
     background = [
         asyncio.create_task(sweep_forever(leases)),
         asyncio.create_task(publisher.refresh_forever()),
@@ -151,7 +153,9 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
                 on_read=transport.on_read,
             ),
             transport=transport.receiving,
-            receiver=KVReceiver(transport.receiving, memory, fingerprint, layout=loaded.layout),
+            receiver=KVReceiver(
+                transport.receiving, memory, fingerprint, layout=loaded.layout, keep_alive=keep_alive
+            ),
             borrower=PrefixBorrower(channels, loans, fingerprint),
             index=index,
             publisher=publisher,

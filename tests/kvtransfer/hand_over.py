@@ -191,9 +191,9 @@ class ScriptedTransport:
     def settling(self, into: Sequence[BlockId]) -> None:
         """It writes nothing itself."""
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """The script's answer."""
-        return self._state
+        return [self._state] * len(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """The script's answer."""

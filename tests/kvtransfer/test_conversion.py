@@ -151,9 +151,9 @@ class ByOwner:
     def settling(self, into: Sequence[BlockId]) -> None:
         """See KVTransport."""
 
-    async def renew(self, ticket: KvTicket) -> LeaseState:
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """See KVTransport."""
-        return await self._owners[ticket.owner_address].renew(ticket)
+        return await self._owners[tickets[0].owner_address].renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """See KVTransport."""

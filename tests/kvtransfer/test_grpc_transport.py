@@ -78,7 +78,7 @@ async def test_an_owner_that_is_gone_is_kv_lost(
         with pytest.raises(KvLostError):
             await anext(messages)
     with pytest.raises(KvLostError):
-        await grpc_transport.renew(owner.ticket(lease))
+        await grpc_transport.renew([owner.ticket(lease)])
     with pytest.raises(KvLostError):
         await grpc_transport.release(owner.ticket(lease))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.chunks import KvChunk, KvMessage, LeaseState, PullEnd
-from kvtransfer.keep_alive import keep_alive
 from kvtransfer.receiver import KVReceiver, ReceivedKv
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
@@ -171,15 +170,6 @@ async def test_a_held_lease_that_nobody_reads_is_given_back() -> None:
     async with bench.receiver.hold(bench.ticket):
         pass
     bench.assert_given_back()
-
-
-@in_virtual_time
-async def test_a_renewal_that_fails_does_not_end_the_renewing() -> None:
-    """One lost renewal is nothing: the next one keeps the lease."""
-    bench = Bench()
-    async with keep_alive(_LosesFirstRenewal(bench.transport), bench.ticket):
-        await asyncio.sleep(300)
-    await bench.receive()
 
 
 @in_virtual_time
@@ -420,17 +410,3 @@ class _SlowRelease(FaultyTransport):
     async def release(self, ticket: KvTicket) -> LeaseState:
         await asyncio.sleep(self._delay_s)
         return await super().release(ticket)
-
-
-class _LosesFirstRenewal(FaultyTransport):
-    """Fails once."""
-
-    def __init__(self, next_transport: KVTransport) -> None:
-        super().__init__(next_transport, ())
-        self._num_renewals = 0
-
-    async def renew(self, ticket: KvTicket) -> LeaseState:
-        self._num_renewals += 1
-        if self._num_renewals == 1:
-            raise KvLostError("lost")
-        return await super().renew(ticket)

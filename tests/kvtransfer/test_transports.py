@@ -105,7 +105,7 @@ async def test_another_life_of_the_owner_has_no_leases(
     stale = replace(owner.ticket(lease), boot_epoch=BootEpoch(10))
     with pytest.raises(KvLostError):
         await _all(transport, store, stale)
-    assert await transport.renew(stale) is LeaseState.EXPIRED
+    assert await transport.renew([stale]) == [LeaseState.EXPIRED]
     assert await transport.release(stale) is LeaseState.EXPIRED
     assert await transport.release(owner.ticket(lease)) is LeaseState.VALID
 
@@ -124,10 +124,18 @@ async def test_an_unknown_lease_cannot_be_pulled(
 async def test_a_release_is_valid_once(owner: Owner, transport: KVTransport) -> None:
     """The first release says VALID, the next EXPIRED; a renewal between says EXPIRED too."""
     ticket = owner.ticket(owner.granted([4]))
-    assert await transport.renew(ticket) is LeaseState.VALID
+    assert await transport.renew([ticket]) == [LeaseState.VALID]
     assert await transport.release(ticket) is LeaseState.VALID
-    assert await transport.renew(ticket) is LeaseState.EXPIRED
+    assert await transport.renew([ticket]) == [LeaseState.EXPIRED]
     assert await transport.release(ticket) is LeaseState.EXPIRED
+
+
+async def test_many_leases_are_renewed_in_one_call(owner: Owner, transport: KVTransport) -> None:
+    """The answers come in the order of the tickets, and one lease that has ended does not touch the others."""
+    tickets = [owner.ticket(owner.granted([block])) for block in range(4)]
+    await transport.release(tickets[2])
+    valid, expired = LeaseState.VALID, LeaseState.EXPIRED
+    assert await transport.renew(tickets) == [valid, valid, expired, valid]
 
 
 async def test_no_block_is_named_after_a_release(
