@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tests.kvtransfer.model.books import Rules
 from tests.kvtransfer.model.properties import NO_LEAK, NO_WAITING_FOR_A_CLOCK, SAFETY, is_quiet
 from tests.kvtransfer.model.spec import next_steps
+from tests.kvtransfer.model.tidy import tidy
 from tests.kvtransfer.model.words import Cause, State, Step
 
 
@@ -65,7 +66,7 @@ class Explorer:
         while level:
             level_after: list[tuple[int, State]] = []
             for number, state in level:
-                for step in next_steps(self._rules, state):
+                for step in self._steps(state):
                     self._num_steps += 1
                     after = self._numbers.get(hash(step.state))
                     if after is None:
@@ -137,7 +138,8 @@ class Explorer:
         return tuple(steps)
 
     def _steps(self, state: State) -> Iterator[Step]:
-        return next_steps(self._rules, state)
+        for step in next_steps(self._rules, state):
+            yield step._replace(state=tidy(self._rules, step.state))
 
     def _report(self, violation: Violation | None) -> Exploration:
         return Exploration(

@@ -27,6 +27,7 @@ from tests.kvtransfer.model.words import (
     RequestPhase,
     State,
     Step,
+    Worker,
 )
 
 
@@ -58,12 +59,15 @@ def _place(rules: Rules, state: State, number: int) -> Iterator[Step]:
 
 
 def _candidates(rules: Rules, state: State, workers: range) -> Iterator[int]:
-    """Those that have been used, and one of those that have not: these are all alike."""
-    used = {worker for _, attempt in placed(rules, state) for worker in (attempt.owner, attempt.receiver)}
+    """Those that have something to do with somebody; and of the others that are in the same state, the first one."""
+    known = {worker for _, attempt in placed(rules, state) for worker in (attempt.owner, attempt.receiver)}
+    seen: set[Worker] = set()
     for worker in workers:
+        if worker not in known and not rules.instance.has_odd_worker:
+            if state.workers[worker] in seen:
+                continue
+            seen.add(state.workers[worker])
         yield worker
-        if worker not in used and not state.workers[worker].epoch and not rules.instance.has_odd_worker:
-            return
 
 
 def _notice_a_death(rules: Rules, state: State, number: int) -> Iterator[Step]:

@@ -13,20 +13,26 @@ from tests.kvtransfer.model.receiver import (
     receiver_steps,
 )
 from tests.kvtransfer.model.router import hear, router_steps
-from tests.kvtransfer.model.words import LOSSY, Cause, Kind, Message, State, Step
+from tests.kvtransfer.model.words import LOSSY, Cause, Kind, Message, Ref, State, Step
 from tests.kvtransfer.model.world import world_steps
 
 
 def next_steps(rules: Rules, state: State) -> Iterator[Step]:
-    """Everything that may happen next, in no order."""
+    """Everything that may happen next."""
     for number in range(len(state.requests)):
         yield from router_steps(rules, state, number)
     for ref, attempt in placed(rules, state):
         yield from owner_steps(rules, state, ref, attempt)
         yield from receiver_steps(rules, state, ref, attempt)
-    for message in state.network:
+    # In one order, so that the shortest way to a state is always the same one.
+    for message in sorted(state.network, key=_order):
         yield from _arrivals(rules, state, message)
     yield from world_steps(rules, state)
+
+
+def _order(message: Message) -> tuple[str, Ref, str | int]:
+    data = message.data
+    return message.kind, message.ref, data if isinstance(data, str) else data.ordinal
 
 
 def _arrivals(rules: Rules, state: State, message: Message) -> Iterator[Step]:

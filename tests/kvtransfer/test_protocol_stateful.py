@@ -1,0 +1,188 @@
+"""The protocol's steps, in any order, on the real classes."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvtransfer.transports.faulty import Fault, FaultKind
+from tests.factories import make_spec
+from tests.kvtransfer.small_cluster import SmallCluster, Trip
+from tests.virtual_time import VirtualTimeLoop
+
+# Some begin alike; block boundaries lie within, at, and behind their ends.
+PROMPTS = (
+    tuple(range(1, 10)),
+    (1, 2, 3, 4, 9, 8, 7, 6),
+    (1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1),
+    (20, 21, 22),
+)
+DAMAGE = tuple(kind for kind in FaultKind if not kind.name.startswith("LOSE"))
+LOST = (FaultKind.LOSE_RENEWALS, FaultKind.LOSE_RELEASE, FaultKind.LOSE_RELEASE_ANSWER)
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+two = st.integers(0, 1)
+
+
+class ProtocolMachine(RuleBasedStateMachine):
+    """A small cluster whose requests, faults, deaths and clocks are drawn."""
+
+    # What may happen to messages of a pull, whether anything may go wrong at all, and what is asked for.
+    damage: tuple[FaultKind, ...] = DAMAGE
+    has_faults = True
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.is_calm = True
+        self.num_kills = 0
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """Does something on the loop, and lets everybody do what takes no time."""
+
+        async def do() -> None:
+            act()
+            await self.cluster.settle()
+
+        self.runner.run(do())
+
+    @property
+    def _alive(self) -> list[Trip]:
+        return [trip for trip in self.cluster.trips if not trip.is_over]
+
+    @initialize(has_odd_worker=st.sampled_from([False, False, False, True]))
+    def begin(self, *, has_odd_worker: bool) -> None:
+        """Nobody has done anything."""
+
+        async def make() -> None:
+            self.cluster = SmallCluster(has_odd_worker=has_odd_worker and self.has_faults)
+
+        self.runner.run(make())
+        self.is_calm = not self.cluster.has_odd_worker
+
+    @precondition(lambda self: len(self._alive) < 4)
+    @rule(prompt=st.integers(0, 99), max_tokens=st.integers(1, 7), prefill=two, decode=two)
+    def come(self, prompt: int, max_tokens: int, prefill: int, decode: int) -> None:
+        """A request comes and is placed."""
+        cluster = self.cluster
+        prompt_ids = self.prompts[prompt % len(self.prompts)]
+        spec = make_spec(f"r{len(cluster.trips)}", prompt_ids, max_tokens=max_tokens, ignore_eos=True)
+        cluster.trips.append(Trip(cluster, spec))
+        self._do(lambda: self._place(cluster.trips[-1], prefill, decode))
+
+    @precondition(lambda self: any(not trip.is_placed for trip in self._alive))
+    @rule(prefill=two, decode=two)
+    def try_again(self, prefill: int, decode: int) -> None:
+        """A request whose attempt was lost is placed again."""
+        trip = next(trip for trip in self._alive if not trip.is_placed)
+        self._do(lambda: self._place(trip, prefill, decode))
+
+    def _place(self, trip: Trip, prefill: int, decode: int) -> None:
+        trip.place(self.cluster.of_tier("prefill")[prefill], self.cluster.of_tier("decode")[decode])
+
+    @rule(name=st.sampled_from(WORKERS))
+    def step(self, name: str) -> None:
+        """One engine steps."""
+        self._do(self.cluster.lives[name].engine.step)
+
+    @rule()
+    def hear(self) -> None:
+        """The router reads what was said to it."""
+        self.runner.run(self.cluster.hear())
+        self._do(lambda: None)
+
+    @rule(num_rounds=st.integers(1, 6))
+    def work(self, num_rounds: int) -> None:
+        """Everybody goes on for a while."""
+        for _ in range(num_rounds):
+            self.runner.run(self.cluster.work())
+            self.cluster.check()
+
+    @rule(duration_s=st.sampled_from([0.4, 1.0, 6.0, 31.0]))
+    def wait(self, duration_s: float) -> None:
+        """Only time passes."""
+        self.runner.run(asyncio.sleep(duration_s))
+
+    @precondition(lambda self: self._alive)
+    @rule(which=st.integers(0, 3))
+    def leave(self, which: int) -> None:
+        """A client goes away."""
+        trip = self._alive[which % len(self._alive)]
+        self._do(lambda: trip.end("left"))
+
+    @precondition(lambda self: self.has_faults)
+    @rule(which=st.integers(0, 99), at=st.integers(0, 6), delay_s=st.sampled_from([3.0, 8.0, 25.0]))
+    def plan_damage(self, which: int, at: int, delay_s: float) -> None:
+        """Something will happen to a message of the next pull."""
+        self.is_calm = False
+        self.cluster.faults.append(Fault(self.damage[which % len(self.damage)], at, delay_s))
+
+    @precondition(lambda self: self.has_faults and len(self._alive) < 4)
+    @rule(
+        prompt=st.integers(0, 99),
+        max_tokens=st.integers(2, 7),
+        delay_s=st.sampled_from([1.8, 2.5, 5.5]),
+    )
+    def live_through_a_slow_pull(self, prompt: int, max_tokens: int, delay_s: float) -> None:
+        """All messages of a pull come late, and no renewal arrives meanwhile."""
+        self.is_calm = False
+        self.cluster.faults = [Fault(FaultKind.DELAY, at, delay_s) for at in range(7)]
+        self.come(prompt, max_tokens, prefill=0, decode=0)
+        self.work(num_rounds=4)
+        self.cluster.num_renewals_to_lose = 8
+        self.wait(20.0)
+
+    @precondition(lambda self: self.has_faults)
+    @rule(which=st.integers(0, 99))
+    def plan_loss(self, which: int) -> None:
+        """The next release will be lost, or its answer, or the next renewals."""
+        self.is_calm = False
+        kind = LOST[which % len(LOST)]
+        if kind is FaultKind.LOSE_RENEWALS:
+            self.cluster.num_renewals_to_lose = 8
+        else:
+            self.cluster.releases_to_lose.append(kind)
+
+    @precondition(lambda self: self.has_faults and self.num_kills < 2)
+    @rule(name=st.sampled_from(WORKERS))
+    def kill(self, name: str) -> None:
+        """A worker dies and comes back."""
+        self.is_calm = False
+        self.num_kills += 1
+        self._do(lambda: self.cluster.kill(name))
+
+    @invariant()
+    def all_is_well(self) -> None:
+        """See SmallCluster.check. Where nothing has gone wrong no attempt fails."""
+        if hasattr(self, "cluster"):
+            self.cluster.check()
+            self.is_calm = self.is_calm and not self.cluster.num_expired
+            assert not self.is_calm or not self.cluster.reasons, (
+                f"failed for no reason: {self.cluster.reasons}"
+            )
+
+    def teardown(self) -> None:
+        """All comes to its end; without a fault no lease needs its clock for that."""
+        try:
+            # What has failed does not go on.
+            if hasattr(self, "cluster") and sys.exc_info()[0] is None:
+                self.runner.run(self.cluster.finish())
+                if self.is_calm:
+                    assert not self.cluster.num_expired, "a lease was left to its clock"
+                    assert not self.cluster.reasons, f"failed for no reason: {self.cluster.reasons}"
+                assert all(len(trip.ends) == 1 for trip in self.cluster.trips)
+        finally:
+            self.runner.close()
+
+
+TestProtocol = ProtocolMachine.TestCase
+TestProtocol.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
