@@ -34,6 +34,8 @@ class Exploration:
     num_steps: int
     depth: int
     num_quiet: int
+    # What happened somewhere, by name.
+    names: frozenset[str]
     violation: Violation | None
 
 
@@ -54,6 +56,7 @@ class Explorer:
         self._is_clocked = bytearray()
         self._num_steps = 0
         self._depth = 0
+        self._names: set[str] = set()
 
     def run(self) -> Exploration:
         """Everything; ends early where something does not hold."""
@@ -68,6 +71,7 @@ class Explorer:
             for number, state in level:
                 for step in self._steps(state):
                     self._num_steps += 1
+                    self._names.add(step.name)
                     after = self._numbers.get(hash(step.state))
                     if after is None:
                         after = self._note(step.state, number)
@@ -147,5 +151,6 @@ class Explorer:
             num_steps=self._num_steps,
             depth=self._depth,
             num_quiet=sum(self._is_quiet),
+            names=frozenset(self._names),
             violation=violation,
         )

@@ -37,9 +37,9 @@ KILLS: dict[Mutation, Kill] = {
     Mutation.FREE_WHILE_WRITTEN: Kill(
         1, Instance(in_place=True, leaves=1), ONE_WRITER, 8, "hear cancel of A0"
     ),
-    Mutation.WRITE_AFTER_ABORT: Kill(1, TWO, RIGHT_BYTES, 23, "hear piece 0 of A0"),
+    Mutation.WRITE_AFTER_ABORT: Kill(1, TWO, RIGHT_BYTES, 23, "hear answer (valid) of B0"),
     Mutation.EPOCH_NOT_CHECKED: Kill(
-        1, Instance(in_place=True, crashes=1, num_attempts=2), RIGHT_BYTES, 24, ""
+        1, Instance(in_place=True, crashes=1, num_attempts=2), RIGHT_BYTES, 24, "hear wire 1 of A0"
     ),
     Mutation.NO_CHECKSUM: Kill(1, Instance(losses=1), RIGHT_BYTES, 14, "hear answer (valid) of A0"),
     Mutation.COMMIT_UNCONFIRMED: Kill(2, Instance(), valid_at_commit.__name__, 11, "commit A0"),
@@ -47,19 +47,19 @@ KILLS: dict[Mutation, Kill] = {
         2, Instance(), valid_at_commit.__name__, 14, "hear answer (valid) of A0"
     ),
     Mutation.COMMIT_PARTIAL: Kill(3, Instance(), RIGHT_BYTES, 8, "pull fails A0"),
-    Mutation.OLD_RESULTS_COUNT: Kill(3, Instance(crashes=1, num_attempts=2), ONE_END, 24, ""),
+    Mutation.OLD_RESULTS_COUNT: Kill(3, Instance(crashes=1, num_attempts=2), ONE_END, 24, "hear done of A1"),
     Mutation.ROUTER_OWES_NOTHING: Kill(4, Instance(leaves=1), NO_WAITING_FOR_A_CLOCK, 5, "leave 0"),
     Mutation.NO_DEADLINE: Kill(5, Instance(crashes=1), NO_LEAK, 5, "crash 0"),
     Mutation.PARK_BEFORE_PREFILL: Kill(6, TWO, NO_WAITING_FOR_A_CLOCK, 5, "reserve B0"),
     Mutation.HOLD_AND_WAIT: Kill(
-        6, Instance(num_requests=2, prefill_pool=4), NO_WAITING_FOR_A_CLOCK, 10, "reserve one A0"
+        6, Instance(num_requests=2, prefill_pool=4), NO_WAITING_FOR_A_CLOCK, 10, "reserve one B0"
     ),
     Mutation.ASK_AGAIN: Kill(
         7,
         Instance(num_requests=2, prefill_pool=4, decode_pool=4, grows=True),
         no_needless_failure.__name__,
         22,
-        "",
+        "hear refused of A0",
     ),
     Mutation.PUBLISH_WHEN_SCHEDULED: Kill(
         8,
@@ -71,5 +71,5 @@ KILLS: dict[Mutation, Kill] = {
     Mutation.FINGERPRINT_NOT_COMPARED: Kill(
         9, Instance(has_odd_worker=True), RIGHT_BYTES, 13, "hear answer (valid) of A0"
     ),
-    Mutation.FREE_TWICE: Kill(10, TWO, BOOKS, 10, ""),
+    Mutation.FREE_TWICE: Kill(10, TWO, BOOKS, 10, "hear release (receiver) of A0"),
 }

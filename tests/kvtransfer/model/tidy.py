@@ -4,7 +4,7 @@ Each rule says why nothing that may still happen could tell the difference. A mu
 explored as it is.
 """
 
-from tests.kvtransfer.model.books import Rules, attempt_of, drop, owner_lives, receiver_lives
+from tests.kvtransfer.model.books import Rules, attempt_of, drop, owner_lives, placed, receiver_lives
 from tests.kvtransfer.model.owner import has_ended
 from tests.kvtransfer.model.words import (
     LEASE_ENDS,
@@ -69,6 +69,12 @@ def _forget_attempts(rules: Rules, state: State) -> State:
     if not any(state.attempts):
         return state
     spoken_of = {message.ref for message in state.network}
+    # A loan that is not over says to its borrower how it went.
+    spoken_of |= {
+        (ref[0], loan.parent)
+        for ref, loan in placed(rules, state)
+        if loan.parent is not None and not has_ended(loan)
+    }
     attempts = list(state.attempts)
     for index, attempt in enumerate(attempts):
         number, which = ref = divmod(index, rules.slots)
