@@ -1,12 +1,13 @@
 """The real classes with one rule of the hand-over left out each. The kinds are those of docs/kv-transfer.md."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvtransfer.chunks import KvMessage, LeaseState
-from kvtransfer.landing import Landing
+from decode_service.quarantine import Quarantine
+from kvtransfer.chunks import LeaseState
+from kvtransfer.landing import DirectLanding
 from kvtransfer.leases import LeasePhase, LeaseTable
 from kvtransfer.receiver import HandOver, ReceivedKv
 from kvtransfer.transports.faulty import FaultKind
@@ -24,19 +25,22 @@ from tests.kvtransfer.small_cluster import Life, SmallCluster
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What stands where, which faults show it soonest, and what is said when it is found."""
+    """What stands where, what is said when it is found, and what else the machine does so that it is found soon."""
 
     kind: int
     owner: type
     name: str
     function: Callable[..., Any]
     found: str
-    damage: tuple[FaultKind, ...] = ()
-    has_faults: bool = True
-    prompts: tuple[tuple[int, ...], ...] = ()
+    focus: Mapping[str, object] = field(default_factory=dict)
 
 
 _receive, _take, _commit, _enter = HandOver.receive, Room.take, Members.commit, Members.enter
+
+
+def _release_at_once(self: Quarantine, sequence_id: SequenceId, block_ids: Sequence[BlockId]) -> None:
+    """Who has given up needs its blocks no more."""
+    self._worker.engine.release(sequence_id)
 
 
 async def _receive_on(self: HandOver, block_ids: Sequence[BlockId], num_held: int) -> ReceivedKv:
@@ -46,7 +50,7 @@ async def _receive_on(self: HandOver, block_ids: Sequence[BlockId], num_held: in
     return await asyncio.shield(receiving)
 
 
-def _finish_unchecked(self: Landing, checksum: int) -> None:
+def _finish_unchecked(self: DirectLanding, checksum: int) -> None:
     """A block is what it is."""
     self._ordinal += 1
     self._offset = 0
@@ -64,7 +68,7 @@ def _release_as_valid(self: LeaseTable, lease_id: LeaseId) -> LeaseState:
     return LeaseState.VALID
 
 
-def _require_nothing(self: Landing) -> None:
+def _require_nothing(self: DirectLanding) -> None:
     """What has come is enough."""
 
 
@@ -76,9 +80,9 @@ def _close_nothing(self: _Prefill) -> None:
     """The stream is over, so nobody is left to give anything back."""
 
 
-async def _wait_for_ever(self: HandOver, arriving: "asyncio.Future[KvMessage | None]") -> None:
+async def _wait_for_ever(self: HandOver, pulling: "asyncio.Task[tuple[FirstToken, ...]]") -> None:
     """It will come."""
-    await asyncio.wait({arriving})
+    await asyncio.wait({pulling})
 
 
 def _take_one(self: Room, sequence: Scheduled, *, from_cushion: bool) -> bool:
@@ -108,7 +112,7 @@ def _enter_published(self: Members, sequence: Scheduled) -> Event | None:
     return event
 
 
-def _compare_nothing(self: ModelFingerprint, other: ModelFingerprint) -> None:
+def _compare_nothing(self: ModelFingerprint, theirs: ModelFingerprint, names: Iterable[str]) -> None:
     """All workers are alike."""
 
 
@@ -121,37 +125,54 @@ def _release_once(self: LeaseTable, lease_id: LeaseId) -> LeaseState:
 
 
 MUTANTS = {
+    "freed while it is written": Mutant(
+        1,
+        Quarantine,
+        "release_when_settled",
+        _release_at_once,
+        "is written though nobody has reserved it",
+        focus={"ways": (True,), "has_faults": False},
+    ),
     "a pull goes on after its cancel": Mutant(
-        1, HandOver, "receive", _receive_on, "is written though nobody has reserved it"
+        1,
+        HandOver,
+        "receive",
+        _receive_on,
+        "is written though nobody has reserved it",
+        focus={"ways": (False,), "damage": (FaultKind.DELAY,)},
     ),
     "no checksum": Mutant(
-        1, Landing, "_finish_block", _finish_unchecked, "wrong", damage=(FaultKind.CORRUPT,)
+        1, DirectLanding, "_finish_block", _finish_unchecked, "wrong", focus={"damage": (FaultKind.CORRUPT,)}
     ),
     "commit without asking": Mutant(2, HandOver, "_confirm", _confirm_nothing, "without the owner's word"),
     "always valid": Mutant(2, LeaseTable, "_release", _release_as_valid, "without the owner's word"),
     "a part is enough": Mutant(
         3,
-        Landing,
+        DirectLanding,
         "require_all",
         _require_nothing,
         "wrong",
-        damage=(FaultKind.DROP,),
-        prompts=((20, 21, 22),),
+        focus={"damage": (FaultKind.DROP,), "places": (1,), "ways": (False,), "prompts": ((20, 21, 22),)},
     ),
     "the router owes nothing": Mutant(
-        4, SmallCluster, "release_for_router", _release_nothing, "left to its clock", has_faults=False
+        4,
+        SmallCluster,
+        "release_for_router",
+        _release_nothing,
+        "left to its clock",
+        focus={"has_faults": False},
     ),
     "a closed stream gives nothing back": Mutant(4, _Prefill, "close", _close_nothing, "is leaked"),
     "no deadline": Mutant(
-        5, HandOver, "_until_done", _wait_for_ever, "waits for ever", damage=(FaultKind.STALL,)
+        5, HandOver, "_until_done", _wait_for_ever, "waits for ever", focus={"damage": (FaultKind.STALL,)}
     ),
     "hold and wait": Mutant(6, Room, "take", _take_one, "a waiting sequence holds blocks"),
     "asked for again": Mutant(7, Members, "commit", _commit_and_stay_remote, "waits for ever"),
     "published when scheduled": Mutant(
-        8, Members, "enter", _enter_published, "wrong|failed for no reason", has_faults=False
+        8, Members, "enter", _enter_published, "wrong|failed for no reason", focus={"has_faults": False}
     ),
     "no fingerprint": Mutant(
-        9, ModelFingerprint, "require_same", _compare_nothing, "workers that compute differently"
+        9, ModelFingerprint, "_require_equal", _compare_nothing, "workers that compute differently"
     ),
     "a second release asserts": Mutant(10, LeaseTable, "_release", _release_once, "a bug, by its own word"),
 }

@@ -6,25 +6,26 @@ What passes between workers takes time, and may be lost, damaged or late, to pla
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from decode_service.session import DecodeSession
 from kvtransfer.borrower import PrefixBorrower
-from kvtransfer.chunks import KvMessage, LeaseState
+from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
 from kvtransfer.keep_alive import KeepAlive
 from kvtransfer.leases import LeaseTable, sweep_forever
-from kvtransfer.lending import PrefixOwner, PrefixRequest
+from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
+from kvtransfer.transports.late import LateTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import InvariantError, KvLostError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
-from paceline.core.prefix import WorkerKey
+from paceline.core.prefix import PrefixHint, PrefixOwner, WorkerKey
 from paceline.core.request import BootEpoch, LeaseId, SequenceId, SequenceSpec, WorkerId
 from paceline.core.ticket import KvTicket
 from paceline.engine.async_engine import AsyncEngine
@@ -111,7 +112,7 @@ class ReservedBlocks:
         """See BlockStore.checksum."""
         return self._memory.checksum(block_id)
 
-    def write(self, block_id: BlockId, offset: int, data: bytes) -> None:
+    def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """See BlockStore.write."""
         waiting = self._scheduler._running.parked
         if not any(block_id in table.held_ids for sequence in waiting for table in sequence.blocks.tables):
@@ -130,9 +131,14 @@ class Life:
     session: DecodeSession
     lender: Lender
     sweeper: "asyncio.Task[None]"
+    network: "Network"
     is_dead: bool = False
-    # Which blocks wrote to each other is told by the tokens; which hand-overs were committed by these.
     tickets: dict[SequenceId, KvTicket] = field(default_factory=dict)
+
+    @property
+    def as_owner(self) -> PrefixOwner:
+        """As others know it."""
+        return PrefixOwner(self.worker.key.worker_id, self.name, self.worker.key.boot_epoch)
 
 
 class Line:
@@ -144,7 +150,10 @@ class Line:
         self.is_cut = False
 
     async def pull(
-        self, ticket: KvTicket, held_hashes: Sequence[BlockHash]
+        self,
+        ticket: KvTicket,
+        held_hashes: Sequence[BlockHash],
+        into: Sequence[BlockId],
     ) -> AsyncGenerator[KvMessage, None]:
         """As the sender's, a little later."""
         owner = self._cluster.lives[ticket.owner_address]
@@ -152,10 +161,12 @@ class Line:
         messages = owner.worker.sender.pull(ticket.lease_id, ticket.boot_epoch, fingerprint, held_hashes)
         async with aclosing(messages):
             async for message in messages:
+                # What it shows is the pool's, and may change until it arrives.
+                sent = message if isinstance(message, PullEnd) else replace(message, data=bytes(message.data))
                 await asyncio.sleep(LATENCY_S)
                 if owner.is_dead:
                     await asyncio.Event().wait()
-                yield message
+                yield sent
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """As the sender's, unless it is lost."""
@@ -184,13 +195,54 @@ class Line:
 
 
 class Network(Line):
-    """A line on which each pull meets the faults that are planned for the next one."""
+    """A line on which each pull meets the faults that are planned for the next one. Blocks may be written in place, too."""
 
-    def pull(self, ticket: KvTicket, held_hashes: Sequence[BlockHash]) -> AsyncGenerator[KvMessage, None]:
-        """As the line's, damaged."""
+    def __init__(self, cluster: "SmallCluster", name: str, target: "ReservedBlocks") -> None:
+        super().__init__(cluster, name)
+        self._target = target
+        self._engines: dict[Life, LateTransport] = {}
+
+    def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
+    ) -> AsyncGenerator[KvMessage, None]:
+        """As the line's or an engine's, damaged."""
         faults, self._cluster.faults = self._cluster.faults, []
-        line = Line(self._cluster, self._name)
-        return FaultyTransport(line, faults).pull(ticket, held_hashes)
+        way = self._engine(self._cluster.lives[ticket.owner_address]) if self._cluster.is_in_place else self
+        pull = way.pull if isinstance(way, LateTransport) else super().pull
+        return FaultyTransport(_Pulling(pull), faults).pull(ticket, held_hashes, into)
+
+    def settling(self, into: Sequence[BlockId]) -> "asyncio.Future[None] | None":
+        """What an engine still writes."""
+        settling = [each for engine in self._engines.values() if (each := engine.settling(into)) is not None]
+        assert len(settling) <= 1, "two engines write to the same blocks"
+        return settling[0] if settling else None
+
+    def _engine(self, owner: "Life") -> LateTransport:
+        fingerprint = self._cluster.fingerprint_of(self._name)
+        if owner not in self._engines:
+            self._engines[owner] = LateTransport(
+                owner.worker.sender, fingerprint, owner.runner.memory, self._target, write_s=2 * LATENCY_S
+            )
+        return self._engines[owner]
+
+
+class _Pulling:
+    """One way to pull, as a transport to damage."""
+
+    def __init__(self, pull: Callable[..., AsyncGenerator[KvMessage, None]]) -> None:
+        self.pull = pull
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """The network is asked."""
+        raise AssertionError
+
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """The network is asked."""
+        raise AssertionError
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """The network is asked."""
+        raise AssertionError
 
 
 class LocalBorrower(PrefixBorrower):
@@ -232,13 +284,15 @@ class Trip:
         """Whether it has come to an end."""
         return bool(self.ends)
 
-    def place(self, prefill: Life, decode: Life) -> None:
-        """The next attempt begins."""
+    def place(self, prefill: Life, decode: Life, hint: Life | None = None) -> None:
+        """The next attempt begins. The prefill may look for the beginning of the prompt in the cache of another worker."""
         self.attempt += 1
         self.is_placed = True
         self._has_kv = self._is_prefilled = self._is_submitted = False
         self._heard, self._events = [], []
         self.prefill, self.decode = prefill, decode
+        num_tokens = len(self.spec.prompt_ids) // BLOCK_SIZE * BLOCK_SIZE
+        self._hint = PrefixHint(hint.as_owner, num_tokens) if hint and num_tokens else None
         self._attempt_spec = replace(self.spec, sequence_id=self.sequence_id, output_ids=tuple(self.output))
         self._computing = asyncio.create_task(self._compute(self._heard))
         # One that is cancelled before it begins has submitted nothing.
@@ -247,7 +301,7 @@ class Trip:
 
     async def _compute(self, heard: list[prefill_pb2.PrefillResponse | PacelineError]) -> None:
         """As PrefillServicer does."""
-        prefill = _Prefill(self.prefill.worker, self._attempt_spec)
+        prefill = _Prefill(self.prefill.worker, self._attempt_spec, self._hint)
         try:
             async with aclosing(
                 cast("AsyncGenerator[prefill_pb2.PrefillResponse, None]", prefill.run())
@@ -350,6 +404,7 @@ class SmallCluster:
         self.reasons: list[str] = []
         # What nobody has caught.
         self.errors: list[object] = []
+        self.is_in_place = False
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.errors.append(context))
         self.tasks: set[asyncio.Task[None]] = set()
         self._num_lives = 0
@@ -370,17 +425,15 @@ class SmallCluster:
         num_blocks = DECODE_BLOCKS if is_decode else PREFILL_BLOCKS
         fingerprint, epoch = self.fingerprint_of(name), BootEpoch(self._num_lives)
         runner = FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-        config = SchedulerConfig(
-            max_num_batched_tokens=6, max_num_seqs=4, fingerprint=fingerprint.digest(), may_recall=is_decode
-        )
+        config = SchedulerConfig(max_num_batched_tokens=6, max_num_seqs=4, fingerprint=fingerprint.digest())
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(config, pool, runner.memory, clock=virtual_clock)
         engine = SteppedEngine(Engine(scheduler, runner, clock=virtual_clock))
         leases = LeaseTable(_release_leased(engine), ttl_s=TTL_S, clock=virtual_clock)
-        network = Network(self, name)
-        keep_alive = KeepAlive(network)
         reserved = ReservedBlocks(self, runner.memory, scheduler)
-        loans = KVReceiver(network, reserved, fingerprint, LOAN_TIMES, keep_alive)
+        network = Network(self, name, reserved)
+        keep_alive = KeepAlive(network)
+        loans = KVReceiver(network, reserved, fingerprint, LOAN_TIMES, keep_alive=keep_alive)
         num_tokens = num_blocks * BLOCK_SIZE
         worker = Worker(
             key=WorkerKey(WorkerId(name), epoch),
@@ -404,15 +457,14 @@ class SmallCluster:
                 max_chunk_bytes=MAX_CHUNK_BYTES,
                 confirmed=self.confirmed,
             ),
-            receiver=KVReceiver(network, reserved, fingerprint, TIMES, keep_alive),
+            transport=cast("Any", network),
+            receiver=KVReceiver(network, reserved, fingerprint, TIMES, keep_alive=keep_alive),
             borrower=LocalBorrower(self, loans, fingerprint),
             metrics=cast("Any", None),
             failed=asyncio.Event(),
         )
         sweeper = asyncio.create_task(sweep_forever(leases))
-        life = Life(name, worker, engine, runner, DecodeSession(worker), Lender(worker), sweeper)
-        life.network = network  # type: ignore[attr-defined] # for the one who cuts it
-        return life
+        return Life(name, worker, engine, runner, DecodeSession(worker), Lender(worker), sweeper, network)
 
     # -- what happens
 
@@ -420,7 +472,7 @@ class SmallCluster:
         """The worker is gone from one moment to the next, and another life of it begins."""
         life = self.lives[name]
         life.is_dead = True
-        life.network.is_cut = True  # type: ignore[attr-defined] # set where it is made
+        life.network.is_cut = True
         life.sweeper.cancel()
         for task in life.session._hand_overs.values():
             task.cancel()
@@ -435,7 +487,7 @@ class SmallCluster:
     async def hear(self) -> None:
         """The router reads what has been said to it."""
         for life in self.of_tier("decode"):
-            while life.session._outbox:
+            while life.session._outbox._events:
                 for event in await life.session.take_events():
                     self._hear(life, event)
         for trip in self.trips:

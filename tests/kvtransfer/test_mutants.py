@@ -26,14 +26,11 @@ def test_a_rule_left_out_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatc
     """The same machine that passes with the real classes fails, and by the check that the rule is there for."""
     monkeypatch.setattr(mutant.owner, mutant.name, mutant.function)
 
-    class Machine(ProtocolMachine):
-        damage = mutant.damage or ProtocolMachine.damage
-        has_faults = mutant.has_faults
-        prompts = mutant.prompts or ProtocolMachine.prompts
+    machine = type("Machine", (ProtocolMachine,), dict(mutant.focus))
 
     # What the mutant breaks is logged at length otherwise.
     with structlog.testing.capture_logs(), pytest.raises(AssertionError, match=mutant.found):
-        run_state_machine_as_test(Machine, settings=QUICK)
+        run_state_machine_as_test(machine, settings=QUICK)
 
 
 def test_each_kind_of_fault_has_its_mutant() -> None:

@@ -35,8 +35,11 @@ two = st.integers(0, 1)
 class ProtocolMachine(RuleBasedStateMachine):
     """A small cluster whose requests, faults, deaths and clocks are drawn."""
 
-    # What may happen to messages of a pull, whether anything may go wrong at all, and what is asked for.
+    # What may happen to which message of a pull, whether anything may go wrong at all, whether blocks come by copy or are
+    # written in place, and what is asked for.
     damage: tuple[FaultKind, ...] = DAMAGE
+    places: tuple[int, ...] = tuple(range(7))
+    ways: tuple[bool, ...] = (False, True)
     has_faults = True
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
 
@@ -67,17 +70,24 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.cluster = SmallCluster(has_odd_worker=has_odd_worker and self.has_faults)
 
         self.runner.run(make())
+        self.cluster.is_in_place = self.ways[0]
         self.is_calm = not self.cluster.has_odd_worker
 
     @precondition(lambda self: len(self._alive) < 4)
-    @rule(prompt=st.integers(0, 99), max_tokens=st.integers(1, 7), prefill=two, decode=two)
-    def come(self, prompt: int, max_tokens: int, prefill: int, decode: int) -> None:
+    @rule(
+        prompt=st.integers(0, 99),
+        max_tokens=st.integers(1, 7),
+        prefill=two,
+        decode=two,
+        hint=st.sampled_from([None, *WORKERS]),
+    )
+    def come(self, prompt: int, max_tokens: int, prefill: int, decode: int, hint: str | None = None) -> None:
         """A request comes and is placed."""
         cluster = self.cluster
         prompt_ids = self.prompts[prompt % len(self.prompts)]
         spec = make_spec(f"r{len(cluster.trips)}", prompt_ids, max_tokens=max_tokens, ignore_eos=True)
         cluster.trips.append(Trip(cluster, spec))
-        self._do(lambda: self._place(cluster.trips[-1], prefill, decode))
+        self._do(lambda: self._place(cluster.trips[-1], prefill, decode, hint))
 
     @precondition(lambda self: any(not trip.is_placed for trip in self._alive))
     @rule(prefill=two, decode=two)
@@ -86,8 +96,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         trip = next(trip for trip in self._alive if not trip.is_placed)
         self._do(lambda: self._place(trip, prefill, decode))
 
-    def _place(self, trip: Trip, prefill: int, decode: int) -> None:
-        trip.place(self.cluster.of_tier("prefill")[prefill], self.cluster.of_tier("decode")[decode])
+    def _place(self, trip: Trip, prefill: int, decode: int, hint: str | None = None) -> None:
+        cluster = self.cluster
+        workers = cluster.of_tier("prefill")[prefill], cluster.of_tier("decode")[decode]
+        other = None if hint in (None, workers[0].name) else cluster.lives[hint]
+        trip.place(*workers, other)
 
     @rule(name=st.sampled_from(WORKERS))
     def step(self, name: str) -> None:
@@ -120,11 +133,12 @@ class ProtocolMachine(RuleBasedStateMachine):
         self._do(lambda: trip.end("left"))
 
     @precondition(lambda self: self.has_faults)
-    @rule(which=st.integers(0, 99), at=st.integers(0, 6), delay_s=st.sampled_from([3.0, 8.0, 25.0]))
-    def plan_damage(self, which: int, at: int, delay_s: float) -> None:
+    @rule(which=st.integers(0, 99), place=st.integers(0, 99), delay_s=st.sampled_from([3.0, 8.0, 25.0]))
+    def plan_damage(self, which: int, place: int, delay_s: float) -> None:
         """Something will happen to a message of the next pull."""
         self.is_calm = False
-        self.cluster.faults.append(Fault(self.damage[which % len(self.damage)], at, delay_s))
+        kind, at = self.damage[which % len(self.damage)], self.places[place % len(self.places)]
+        self.cluster.faults.append(Fault(kind, at, delay_s))
 
     @precondition(lambda self: self.has_faults and len(self._alive) < 4)
     @rule(
@@ -140,6 +154,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.work(num_rounds=4)
         self.cluster.num_renewals_to_lose = 8
         self.wait(20.0)
+
+    @rule(way=st.integers(0, 1))
+    def choose_a_way(self, way: int) -> None:
+        """From now on pulls are written in place by an engine, or are not."""
+        self.cluster.is_in_place = self.ways[way % len(self.ways)]
 
     @precondition(lambda self: self.has_faults)
     @rule(which=st.integers(0, 99))
