@@ -142,7 +142,12 @@ MUTANTS = {
         focus={"ways": (False,), "damage": (FaultKind.DELAY,)},
     ),
     "no checksum": Mutant(
-        1, DirectLanding, "_finish_block", _finish_unchecked, "wrong", focus={"damage": (FaultKind.CORRUPT,)}
+        1,
+        DirectLanding,
+        "_finish_block",
+        _finish_unchecked,
+        "wrong",
+        focus={"damage": (FaultKind.CORRUPT,), "places": (0, 1), "ways": (False,), "max_kills": 0},
     ),
     "commit without asking": Mutant(2, HandOver, "_confirm", _confirm_nothing, "without the owner's word"),
     "always valid": Mutant(2, LeaseTable, "_release", _release_as_valid, "without the owner's word"),
@@ -152,7 +157,13 @@ MUTANTS = {
         "require_all",
         _require_nothing,
         "wrong",
-        focus={"damage": (FaultKind.DROP,), "places": (1,), "ways": (False,), "prompts": ((20, 21, 22),)},
+        focus={
+            "damage": (FaultKind.DROP,),
+            "places": (1,),
+            "max_kills": 0,
+            "ways": (False,),
+            "prompts": ((20, 21, 22),),
+        },
     ),
     "the router owes nothing": Mutant(
         4,
@@ -164,7 +175,12 @@ MUTANTS = {
     ),
     "a closed stream gives nothing back": Mutant(4, _Prefill, "close", _close_nothing, "is leaked"),
     "no deadline": Mutant(
-        5, HandOver, "_until_done", _wait_for_ever, "waits for ever", focus={"damage": (FaultKind.STALL,)}
+        5,
+        HandOver,
+        "_until_done",
+        _wait_for_ever,
+        "waits for ever",
+        focus={"damage": (FaultKind.STALL,), "places": (0, 1), "ways": (False,), "max_kills": 0},
     ),
     "hold and wait": Mutant(6, Room, "take", _take_one, "a waiting sequence holds blocks"),
     "asked for again": Mutant(7, Members, "commit", _commit_and_stay_remote, "waits for ever"),

@@ -40,6 +40,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     damage: tuple[FaultKind, ...] = DAMAGE
     places: tuple[int, ...] = tuple(range(7))
     ways: tuple[bool, ...] = (False, True)
+    max_kills = 2
     has_faults = True
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
 
@@ -171,7 +172,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         else:
             self.cluster.releases_to_lose.append(kind)
 
-    @precondition(lambda self: self.has_faults and self.num_kills < 2)
+    @precondition(lambda self: self.has_faults and self.num_kills < self.max_kills)
     @rule(name=st.sampled_from(WORKERS))
     def kill(self, name: str) -> None:
         """A worker dies and comes back."""
