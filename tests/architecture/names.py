@@ -48,8 +48,12 @@ def names_in(path: Path) -> frozenset[str]:
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Every name that a document may cite: of code (whole, or the last part), module, log event or error reason."""
-    names = {name for path in package_files() for name in names_in(path)} | set(_proto_names())
+    """Every name that a document may cite: of code (whole, or the last part), module, log event or error reason.
+
+    The hand-over's tests are a specification, and so documents cite them too.
+    """
+    cited = [*package_files(), *(ROOT / "tests" / "kvtransfer").rglob("*.py")]
+    names = {name for path in cited for name in names_in(path)} | set(_proto_names())
     parameters = {name for path in package_files() for name in _parameters(tree_of(path))}
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

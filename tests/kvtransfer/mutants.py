@@ -150,7 +150,14 @@ MUTANTS = {
         focus={"damage": (FaultKind.CORRUPT,), "places": (0, 1), "ways": (False,), "max_kills": 0},
     ),
     "commit without asking": Mutant(2, HandOver, "_confirm", _confirm_nothing, "without the owner's word"),
-    "always valid": Mutant(2, LeaseTable, "_release", _release_as_valid, "without the owner's word"),
+    "always valid": Mutant(
+        2,
+        LeaseTable,
+        "_release",
+        _release_as_valid,
+        "without the owner's word",
+        focus={"ways": (False,), "max_kills": 0},
+    ),
     "a part is enough": Mutant(
         3,
         DirectLanding,

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from decode_service.session import DecodeSession
 from kvtransfer.borrower import PrefixBorrower
-from kvtransfer.chunks import KvMessage, LeaseState, PullEnd
+from kvtransfer.chunks import KvMessage, LeaseState
 from kvtransfer.keep_alive import KeepAlive
 from kvtransfer.leases import LeaseTable, sweep_forever
 from kvtransfer.lending import PrefixRequest
@@ -21,6 +21,7 @@ from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.late import LateTransport
+from kvtransfer.transports.local import LocalTransport
 from paceline.core.block_hash import BlockHash
 from paceline.core.errors import InvariantError, KvLostError, PacelineError
 from paceline.core.fingerprint import ModelFingerprint
@@ -157,16 +158,13 @@ class Line:
     ) -> AsyncGenerator[KvMessage, None]:
         """As the sender's, a little later."""
         owner = self._cluster.lives[ticket.owner_address]
-        fingerprint = self._cluster.fingerprint_of(self._name)
-        messages = owner.worker.sender.pull(ticket.lease_id, ticket.boot_epoch, fingerprint, held_hashes)
-        async with aclosing(messages):
+        way = LocalTransport(owner.worker.sender, self._cluster.fingerprint_of(self._name))
+        async with aclosing(way.pull(ticket, held_hashes, into)) as messages:
             async for message in messages:
-                # What it shows is the pool's, and may change until it arrives.
-                sent = message if isinstance(message, PullEnd) else replace(message, data=bytes(message.data))
                 await asyncio.sleep(LATENCY_S)
                 if owner.is_dead:
                     await asyncio.Event().wait()
-                yield sent
+                yield message
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """As the sender's, unless it is lost."""
@@ -460,6 +458,8 @@ class SmallCluster:
             transport=cast("Any", network),
             receiver=KVReceiver(network, reserved, fingerprint, TIMES, keep_alive=keep_alive),
             borrower=LocalBorrower(self, loans, fingerprint),
+            index=cast("Any", None),
+            publisher=cast("Any", None),
             metrics=cast("Any", None),
             failed=asyncio.Event(),
         )

@@ -31,6 +31,7 @@ class Watched(FaultyTransport):
         self.renewal_s = 0.0
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """See KVTransport.renew."""
         self.calls.append((virtual_clock(), list(tickets)))
         if self.num_to_lose:
             self.num_to_lose -= 1
@@ -182,6 +183,7 @@ async def test_a_cancel_passes() -> None:
     ticket = bench.ticket()
 
     async def hold() -> None:
+        """Holds it for long."""
         async with bench.keep_alive.keep(ticket):
             await asyncio.sleep(300)
 

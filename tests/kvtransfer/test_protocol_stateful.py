@@ -68,6 +68,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         """Nobody has done anything."""
 
         async def make() -> None:
+            """On the loop."""
             self.cluster = SmallCluster(has_odd_worker=has_odd_worker and self.has_faults)
 
         self.runner.run(make())
