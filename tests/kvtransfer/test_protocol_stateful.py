@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -12,6 +13,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from kvtransfer.transports.faulty import Fault, FaultKind
@@ -207,3 +209,11 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 TestProtocol = ProtocolMachine.TestCase
 TestProtocol.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long_histories() -> None:
+    """The same for thousands of histories that are longer, and others each time."""
+    far = settings(max_examples=5000, stateful_step_count=80, deadline=None)
+    run_state_machine_as_test(ProtocolMachine, settings=far)

@@ -48,7 +48,7 @@ KILLS: dict[Mutation, Kill] = {
     ),
     Mutation.COMMIT_PARTIAL: Kill(3, Instance(), RIGHT_BYTES, 8, "pull fails A0"),
     Mutation.OLD_RESULTS_COUNT: Kill(3, Instance(crashes=1, num_attempts=2), ONE_END, 24, "hear done of A1"),
-    Mutation.ROUTER_OWES_NOTHING: Kill(4, Instance(leaves=1), NO_WAITING_FOR_A_CLOCK, 5, "leave 0"),
+    Mutation.ROUTER_OWES_NOTHING: Kill(4, Instance(leaves=1), NO_WAITING_FOR_A_CLOCK, 5, "leave A0"),
     Mutation.NO_DEADLINE: Kill(5, Instance(crashes=1), NO_LEAK, 5, "crash 0"),
     Mutation.PARK_BEFORE_PREFILL: Kill(6, TWO, NO_WAITING_FOR_A_CLOCK, 5, "reserve B0"),
     Mutation.HOLD_AND_WAIT: Kill(

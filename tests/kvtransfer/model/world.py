@@ -35,7 +35,8 @@ def world_steps(rules: Rules, state: State) -> Iterator[Step]:
     if budget.leaves:
         for number, request in enumerate(state.requests):
             if request.phase in (RequestPhase.NEW, RequestPhase.RUNNING):
-                yield Step(Cause.WORLD, "leave", number, _leave(rules, state, number))
+                ref = (number, request.attempt)
+                yield Step(Cause.WORLD, "leave", ref, _leave(rules, state, number))
 
 
 def _lose_or_damage(state: State) -> Iterator[Step]:
