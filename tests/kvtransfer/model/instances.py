@@ -24,6 +24,7 @@ LARGE: dict[str, Instance] = {
     "loans of what is written in place": Instance(
         num_attempts=2, has_loans=True, in_place=True, crashes=1, leaves=1
     ),
+    "two requests and a crash": Instance(num_requests=2, num_attempts=2, crashes=1),
     "full": Instance(num_prefill=2, num_decode=2, num_requests=2, num_attempts=2, leaves=1),
     "full, with a crash": Instance(num_prefill=2, num_decode=2, num_requests=2, num_attempts=2, crashes=1),
 }

@@ -36,7 +36,7 @@ def tidy(rules: Rules, state: State) -> State:
     idle = [message for message in state.network if _says_nothing(rules, state, message)]
     if idle:
         state = drop(state, *idle)
-    state = _forget_attempts(rules, state)
+    state = _forget_lives(rules, _forget_attempts(rules, state))
     return state if rules.instance.shares_prefix else _forget_names(state)
 
 
@@ -83,6 +83,17 @@ def _forget_attempts(rules: Rules, state: State) -> State:
         if attempt is not None and has_ended(attempt) and not is_current and ref not in spoken_of:
             attempts[index] = None
     return state if tuple(attempts) == state.attempts else state._replace(attempts=tuple(attempts))
+
+
+def _forget_lives(rules: Rules, state: State) -> State:
+    """An epoch tells lives apart. Of a worker that no attempt names any more one life is as good as another."""
+    if not any(worker.epoch for worker in state.workers):
+        return state
+    named = {worker for _, attempt in placed(rules, state) for worker in (attempt.owner, attempt.receiver)}
+    workers = tuple(
+        worker if number in named else worker._replace(epoch=0) for number, worker in enumerate(state.workers)
+    )
+    return state if workers == state.workers else state._replace(workers=workers)
 
 
 def _forget_names(state: State) -> State:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.kvtransfer.model.books import Rules, drop, forget, put_request, send
+from tests.kvtransfer.model.books import Rules, drop, forget, placed, put_request, send
 from tests.kvtransfer.model.router import end, leave_attempt
 from tests.kvtransfer.model.words import (
     HELD,
@@ -29,7 +29,8 @@ def world_steps(rules: Rules, state: State) -> Iterator[Step]:
         yield from _lose_or_damage(state)
     if budget.crashes:
         for worker in range(len(state.workers)):
-            yield Step(Cause.WORLD, "crash", worker, _crash(rules, state, worker))
+            if _has_something(rules, state, worker):
+                yield Step(Cause.WORLD, "crash", worker, _crash(rules, state, worker))
     if rules.instance.has_loans:
         yield from _evict(rules, state)
     if budget.leaves:
@@ -69,6 +70,12 @@ def _leave(rules: Rules, state: State, number: int) -> State:
     if request.phase is RequestPhase.RUNNING:
         state = leave_attempt(rules, state, (number, request.attempt))
     return put_request(state, number, end(request, RequestPhase.LEFT))
+
+
+def _has_something(rules: Rules, state: State, worker: int) -> bool:
+    """Whether it makes a difference that a worker dies: somebody names it, or it has something cached."""
+    is_named = any(worker in (attempt.owner, attempt.receiver) for _, attempt in placed(rules, state))
+    return is_named or any(block.name is not None for block in state.workers[worker].blocks)
 
 
 def _crash(rules: Rules, state: State, number: int) -> State:
