@@ -26,5 +26,4 @@ LARGE: dict[str, Instance] = {
     ),
     "two requests and a crash": Instance(num_requests=2, num_attempts=2, crashes=1),
     "full": Instance(num_prefill=2, num_decode=2, num_requests=2, num_attempts=2, leaves=1),
-    "full, with a crash": Instance(num_prefill=2, num_decode=2, num_requests=2, num_attempts=2, crashes=1),
 }
