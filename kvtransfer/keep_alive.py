@@ -14,6 +14,9 @@ from kvtransfer.transports.base import KVTransport
 from paceline.core.errors import LeaseExpiredError, PacelineError
 from paceline.core.request import BootEpoch
 from paceline.core.ticket import KvTicket
+from paceline.runtime.log import get_logger
+
+log = get_logger()
 
 # A lease's name takes some 34 bytes, so that a message of so many stays far below gRPC's limit of 4 MiB.
 MAX_LEASES_PER_CALL = 1024
@@ -116,6 +119,10 @@ class _Pulse:
         try:
             states = await self._transport.renew([kept.ticket for kept in batch])
         except PacelineError:
+            return
+        except Exception:
+            # Others' leases hang on this task: one call that went wrong in a way nobody knows must not end it.
+            log.exception("heartbeat_broken", owner=batch[0].ticket.owner_id)
             return
         for kept, state in zip(batch, states, strict=True):
             if state is LeaseState.EXPIRED and kept in self.kept:

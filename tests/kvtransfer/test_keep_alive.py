@@ -28,6 +28,7 @@ class Watched(FaultyTransport):
         super().__init__(LocalTransport(owner.sender, FINGERPRINT), ())
         self.calls: list[tuple[float, list[KvTicket]]] = []
         self.num_to_lose = 0
+        self.error: Exception = KvLostError("lost")
         self.renewal_s = 0.0
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
@@ -35,7 +36,7 @@ class Watched(FaultyTransport):
         self.calls.append((virtual_clock(), list(tickets)))
         if self.num_to_lose:
             self.num_to_lose -= 1
-            raise KvLostError("lost")
+            raise self.error
         states = await super().renew(tickets)
         await asyncio.sleep(self.renewal_s)
         return states
@@ -193,3 +194,14 @@ async def test_a_cancel_passes() -> None:
     with pytest.raises(asyncio.CancelledError):
         await holding
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_a_renewal_that_breaks_by_a_bug_does_not_end_the_others() -> None:
+    """The peer's task goes on: the leases are renewed with the next beat."""
+    bench = Bench()
+    bench.transport.num_to_lose, bench.transport.error = 2, ValueError("nobody knows this")
+    async with bench.keep_alive.keep(bench.ticket()):
+        await asyncio.sleep(61)
+    assert len(bench.transport.calls) == 12
+    assert bench.owner.leases.stats().num_expired == 0
