@@ -70,10 +70,17 @@ class AsyncEngine:
         """Starts the thread."""
         self._thread.start()
 
-    async def stop(self) -> None:
-        """Ends the thread after the step under way; sequences that are left get no further event."""
+    async def stop(self, *, patience_s: float = 10.0) -> None:
+        """Ends the thread after the step under way; sequences that are left get no further event.
+
+        A step that lasts longer than `patience_s` is left behind, and ends with the process.
+        """
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, patience_s)
+
+    def ping(self, answer: Callable[[], None]) -> None:
+        """Calls `answer` once the step under way has ended."""
+        self._commands.put(lambda _: self._call_loop(answer))
 
     def submit(self, spec: SequenceSpec, role: SequenceRole, sink: Sink, num_remote_tokens: int = 0) -> bool:
         """Queues a sequence, see Scheduler.add; `sink` gets its events until its last candidate ends or is released.

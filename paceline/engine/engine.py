@@ -79,6 +79,8 @@ class EngineStats:
     max_steps_to_release: int
     pool: BlockPoolStats
     queues: SchedulerStats
+    # Sequences wait, nobody holds a block, and the last step computed nothing.
+    is_stuck: bool
     # The share of the held block slots that no token is in, as of a recent step.
     fragmentation: float
     # Of all steps; empty for a model without experts.
@@ -106,6 +108,7 @@ class Engine:
         self._clock = clock
         self._admissions = AdmissionLog(clock)
         self._fragmentation = 0.0
+        self._was_idle = False
         self._num_steps = 0
         self._max_steps_to_release = 0
         self._expert_tokens: tuple[ExpertTokens, ...] = ()
@@ -143,6 +146,7 @@ class Engine:
         self._note_cost(output, computed_s - scheduled_s)
         events = self._scheduler.update(output, computed)
         scheduler_s = self._clock() - computed_s + scheduled_s - begin_s
+        self._was_idle = not output.scheduled
         return StepResult(
             events=tuple(events),
             changes=self._scheduler.pool.take_changes(),
@@ -187,6 +191,7 @@ class Engine:
             expert_tokens=self._expert_tokens,
             pool=pool.stats(),
             queues=queues,
+            is_stuck=self._was_idle and queues.num_waiting > 0 and pool.num_available == pool.num_blocks,
             fragmentation=self._fragmentation if pool.num_available < pool.num_blocks else 0.0,
         )
 

@@ -98,6 +98,9 @@ class WorkerConfig:
         choices=("auto", "grpc", "shm", "nixl"),
     )
     lease_ttl_s: float = option(30.0, "seconds a computed prompt waits to be fetched")
+    stall_s: float = option(
+        120.0, "seconds without progress, though there is work, after which the worker ends as failed"
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")
@@ -124,7 +127,7 @@ class WorkerConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is a share from 0 to less than 1, not {getattr(self, name)}"
                 )
-        for name in ("aging_s", "overload_wait_s"):
+        for name in ("aging_s", "overload_wait_s", "stall_s"):
             if getattr(self, name) < 0.001:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be at least a millisecond, not {getattr(self, name)}"

@@ -34,6 +34,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.runner import LoadedRunner
 from paceline.worker.scheduling import scheduler_config
 from paceline.worker.transport import WorkerTransport
+from paceline.worker.watchdog import Watchdog
 
 _DRAIN_LOOK_S = 0.05
 # What is borrowed is computed already, and could be computed here instead: whoever is silent for a second is given up.
@@ -134,6 +135,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
     background = [
         asyncio.create_task(sweep_forever(leases)),
         asyncio.create_task(publisher.refresh_forever()),
+        asyncio.create_task(Watchdog(engine, config.stall_s).watch(failed)),
     ]
     engine.start()
     try:

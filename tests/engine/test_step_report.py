@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from paceline.core.clock import Clock, ManualClock
 from paceline.core.request import FirstToken, Priority, SequenceSpec
+from paceline.engine import admission
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
 from paceline.engine.fake import FakeModelRunner
@@ -163,3 +166,20 @@ def test_the_pool_is_part_of_the_picture() -> None:
         bench.engine.step()
     pool = bench.engine.stats().pool
     assert (pool.num_blocks, pool.num_free, pool.num_cached, pool.num_hits) == (NUM_BLOCKS, NUM_BLOCKS, 2, 1)
+
+
+def test_an_engine_is_stuck_when_nobody_comes_in_though_every_block_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is a bug of its own; an engine without work is not stuck, nor one in which somebody computes."""
+    bench = make_bench()
+    bench.engine.step()
+    assert not bench.engine.stats().is_stuck
+    bench.add(make_spec("r", (1, 2, 3), max_tokens=3))
+    with monkeypatch.context() as patched:
+        patched.setattr(admission.Admission, "admitted", lambda *_: iter(()))
+        bench.engine.step()
+        assert bench.engine.stats().is_stuck
+    for _ in range(3):
+        bench.engine.step()
+        assert not bench.engine.stats().is_stuck
