@@ -15,8 +15,8 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import Sequence, SequenceStatus
 from paceline.engine.waiting import WaitingQueue
 
-# After so many that do not fit nobody is looked at any more in this step.
-_LOOK_AHEAD = 8
+# After so many that do not fit nobody is looked at any more in this step, as long as somebody computes.
+_LOOK_AHEAD = 32
 # At least so many admissions lie between two of those whose turn comes by age alone.
 AGED_EVERY = 8
 # Every class; a limit for those that come before a class of their own.
@@ -37,15 +37,19 @@ class Admission:
         policy = TURN_POLICIES[config.policy]
         self.fast = WaitingQueue(policy)
         self.normal = WaitingQueue(policy)
-        # One that was passed by as often as may be: until it fits, nobody of its class, or of a later one, comes in.
+        # One that was passed by as often as may be, of the earliest class that has one: until it fits, nobody of its class, or of
+        # a later one, comes in.
         self._starving: Sequence | None = None
-        self._is_open = True
-        # Of this step: the time, who of the fast lane has come in, and how many BATCH requests still may.
+        # Of this step: the time, whether anybody computes, whether somebody may come in, and how many BATCH requests may.
         self._now_s = 0.0
-        self._num_passed = 0
+        self._is_computing = False
+        self._is_open = True
         self._num_batch_left = 0
-        # Admissions since somebody came in who had waited for long.
+        # Those of the fast lane that have come in since the normal lane was last looked at.
+        self._num_passed = 0
+        # Admissions since somebody came in by age alone, and who would be the next to do so.
         self._num_since_aged = 0
+        self._by_age: Sequence | None = None
 
     def __len__(self) -> int:
         return len(self.fast) + len(self.normal)
@@ -91,13 +95,19 @@ class Admission:
     def begin_step(self, now_s: float) -> None:
         """Time has passed: BATCH requests give way or come back, and a pause may be over."""
         self._now_s = now_s
-        self._num_passed = 0
+        self._is_computing = bool(self._running.decoding or self._running.prefilling)
+        if not len(self.normal):
+            self._num_passed = 0
         waiting = [queue for queue in (self.fast, self.normal) if len(queue)]
         urgent = [arrival_s for queue in waiting if (arrival_s := queue.oldest_urgent_s()) is not None]
-        self._overload.note_wait(now_s - min(urgent) if urgent else 0.0, now_s)
-        computes = bool(self._running.decoding or self._running.prefilling)
+        if not self._is_computing:
+            self._pressure.end_pause()
+        if self._is_computing or urgent:
+            self._overload.note_wait(now_s - min(urgent) if urgent else 0.0, now_s)
+        else:
+            self._overload.end()
         is_static = self._config.batching == "static" and bool(self._running)
-        self._is_open = not is_static and not (self._pressure.is_cooling and computes)
+        self._is_open = not is_static and not self._pressure.is_cooling
         self._num_batch_left = self._num_batch_to_come(is_slack=not urgent)
 
     def refused(self) -> list[tuple[Sequence, Event]]:
@@ -122,6 +132,8 @@ class Admission:
         if not self._is_open or not self._has_seats(1) or self._is_blocked(queue):
             self._note_full(queue)
             return
+        if self._is_reserved(queue):
+            return
         num_left = len(queue)
         for sequence in self._candidates(queue, before):
             if sequence not in queue or sequence in passed:
@@ -134,13 +146,12 @@ class Admission:
                 self._note_admitted(sequence, queue)
                 yield sequence
                 continue
+            is_starving = self._note_refused(sequence, queue)
             # Whoever lost its blocks is not overtaken: newcomers would only take from others what it lacks.
-            if sequence.status is SequenceStatus.PREEMPTED:
-                return
-            if self._note_refused(sequence, queue):
+            if sequence.status is SequenceStatus.PREEMPTED or (is_starving and self._is_overdue(sequence)):
                 return
             passed.append(sequence)
-            if len(passed) == _LOOK_AHEAD:
+            if len(passed) >= _LOOK_AHEAD and self._is_computing:
                 break
         if passed and len(queue) == num_left and before == ALL_CLASSES:
             queue.note_blocked(self._room.num_available, self._room.num_steps)
@@ -157,15 +168,28 @@ class Admission:
             yield starving
         # Not more often, so that age alone takes little from those that are urgent.
         if self._num_since_aged >= AGED_EVERY:
-            yield from queue.aged(self._now_s - self._config.aging_s, self._first_shut_class(queue))
-        yield from queue.in_turn(min(before, self._first_shut_class(queue)))
+            for sequence in queue.aged(self._now_s - self._config.aging_s, self._first_shut_class()):
+                self._by_age = sequence
+                yield sequence
+        self._by_age = None
+        # While a REALTIME request waits in the normal lane the fast lane lets in no other, but for those whose turn comes by age.
+        is_urgent_elsewhere = queue is self.fast and self.normal.oldest(Priority.REALTIME) is not None
+        shut = Priority.STANDARD if is_urgent_elsewhere else self._first_shut_class()
+        yield from queue.in_turn(min(before, shut))
 
-    def _first_shut_class(self, queue: WaitingQueue) -> int:
-        """While a REALTIME request waits in the normal lane the fast lane lets in no other; BATCH may have to wait anyway."""
-        if queue is self.fast and self.normal.oldest(Priority.REALTIME) is not None:
-            return Priority.STANDARD
+    def _first_shut_class(self) -> int:
         shut = ALL_CLASSES if self._num_batch_left else Priority.BATCH
         return shut if self._starving is None else min(shut, self._starving.turn_class)
+
+    def _is_reserved(self, queue: WaitingQueue) -> bool:
+        """Whether whoever is next is in the other lane."""
+        starving = self._starving
+        return starving is not None and starving not in queue and self._is_overdue(starving)
+
+    def _is_overdue(self, starving: Sequence) -> bool:
+        """Whether it is its turn by age too: then nobody comes in before it, of whatever class."""
+        is_old = starving.arrival_s <= self._now_s - self._config.aging_s
+        return is_old and self._num_since_aged >= AGED_EVERY and not self._gives_way(starving)
 
     def _gives_way(self, sequence: Sequence) -> bool:
         return self._num_batch_left == 0 and sequence.turn_class is Priority.BATCH
@@ -185,7 +209,10 @@ class Admission:
         return sequence is self._starving
 
     def _note_starving(self, sequence: Sequence) -> None:
-        if self._starving is None and sequence.num_overtaken >= self._config.max_overtakes:
+        starving = self._starving
+        if sequence.num_overtaken >= self._config.max_overtakes and (
+            starving is None or sequence.turn_class < starving.turn_class
+        ):
             self._starving = sequence
 
     def _note_full(self, queue: WaitingQueue) -> None:
@@ -196,9 +223,9 @@ class Admission:
                 self._note_refused(head, queue)
 
     def _note_admitted(self, sequence: Sequence, queue: WaitingQueue) -> None:
-        is_aged = sequence.arrival_s <= self._now_s - self._config.aging_s
-        self._num_since_aged = 0 if is_aged else self._num_since_aged + 1
-        self._num_passed += queue is self.fast
+        is_by_age = sequence is self._by_age or (sequence is self._starving and self._is_overdue(sequence))
+        self._num_since_aged = 0 if is_by_age else self._num_since_aged + 1
+        self._num_passed = self._num_passed + 1 if queue is self.fast else 0
         self._num_batch_left -= sequence.turn_class is Priority.BATCH
         self.remove(sequence)
 

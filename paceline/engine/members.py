@@ -153,11 +153,11 @@ class Members:
         self.families[sequence.sequence_id] += forks
         for member, token_id in zip((sequence, *forks), token_ids.values(), strict=True):
             member.token_ids.append(token_id)
-        # The last one is sent back first, so that the first one stands in front.
-        for fork in reversed(forks):
+        # In line as what they are, more work of their tenant: at the head they would come before all others.
+        for fork in forks:
             if fork not in self._running:
                 self._preemption.note_fork(fork)
-                self._admission.queue_of(fork).add_first(fork)
+                self._admission.queue_of(fork).add(fork)
 
     # -- leaving
 

@@ -45,6 +45,12 @@ class Overload:
             self._switch(BatchMode(self.mode - 1))
             self._calm_since_s = now_s
 
+    def end(self) -> None:
+        """Nobody computes, and nobody urgent waits."""
+        if self.mode is not BatchMode.CONTINUOUS:
+            self._switch(BatchMode.CONTINUOUS)
+        self._calm_since_s = None
+
     def _switch(self, mode: BatchMode) -> None:
         self.mode = mode
         self.num_switches += 1

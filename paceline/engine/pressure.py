@@ -34,6 +34,10 @@ class Pressure:
         """How many sequences may run at once now."""
         return max(1, int(self._seats))
 
+    def end_pause(self) -> None:
+        """Nobody computes: there is nothing to recover from."""
+        self._num_steps_left = 0
+
     def note_step(self, *, preempted: bool, num_running: int) -> None:
         """A step has preempted somebody, or nobody."""
         self._num_steps_left = max(0, self._num_steps_left - 1)

@@ -61,6 +61,11 @@ class Room:
         return self._refused_at_step == self.num_steps
 
     @property
+    def _is_wanted(self) -> bool:
+        """Whether somebody was refused, and may not have been asked again since."""
+        return self._refused_at_step >= 0 and self.num_steps < self._refused_at_step + RETRY_STEPS
+
+    @property
     def num_available(self) -> int:
         """Blocks that nobody holds."""
         return self._pool.num_available
@@ -72,7 +77,7 @@ class Room:
         nothing is lent.
         """
         # Of a group with a window a reader needs other blocks, depending on what it has computed itself.
-        if not self._pool.is_whole or sequence.spec.bypass_cache or self.is_short:
+        if not self._pool.is_whole or sequence.spec.bypass_cache or self._is_wanted:
             return False
         self.extend_hashes(sequence)
         prefix = find_prefix(self._pool, sequence.chain, len(sequence.block_hashes))

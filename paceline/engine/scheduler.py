@@ -179,7 +179,7 @@ class Scheduler:
             return
         budget, lane = self.config.max_num_batched_tokens, self._admission
         left = budget - len(self._decodes)
-        quota = min(left, int(self.config.fast_lane_share * budget))
+        quota = int(self.config.fast_lane_share * left)
         for queue, limit in ((lane.fast, quota), (lane.normal, left), (lane.fast, left)):
             planned = sum(self._chunks.values())
             self._fill(queue, min(limit, left - planned), events, may_admit=may_admit)
@@ -281,7 +281,7 @@ class Scheduler:
             num_steps_without_room=self._preemption.num_rounds,
             watermark=self._pressure.watermark,
             max_seats=self._pressure.max_seats,
-            is_cooling=self._pressure.is_cooling,
+            is_cooling=self._pressure.is_cooling and bool(running.decoding or running.prefilling),
             num_cool_downs=self._pressure.num_cool_downs,
             batch_mode=self._overload.mode,
             num_batch_switches=self._overload.num_switches,

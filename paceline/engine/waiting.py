@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from paceline.core.request import Priority
 from paceline.engine.policies import TurnPolicy
@@ -102,16 +103,28 @@ class WaitingQueue:
 
     def in_turn(self, before: int = len(Priority)) -> Iterator[Sequence]:
         """All of the classes before one, whose turn it is first. The one given last may be removed before the next."""
-        for each in list(self._classes.values())[:before]:
-            yield from list(each.sent_back)
-            yield from _by_service(each.by_tenant)
+        for priority in list(Priority)[:before]:
+            yield from self._class_in_turn(priority)
 
     def aged(self, arrived_by_s: float, before: int = len(Priority)) -> Iterator[Sequence]:
-        """Of each class after REALTIME, and before one, the oldest, if it came by then."""
-        for priority in (Priority.STANDARD, Priority.BATCH):
-            oldest = self.oldest(priority) if priority < before else None
-            if oldest is not None and oldest.arrival_s <= arrived_by_s:
-                yield oldest
+        """Of each class after REALTIME, and before one, in which somebody came by then, whose turn it is; the oldest's class first.
+
+        So age lifts a class, and within it tenants are served as always.
+        """
+        oldest = {
+            priority: self.oldest(priority)
+            for priority in (Priority.STANDARD, Priority.BATCH)
+            if priority < before
+        }
+        arrivals = {priority: each.arrival_s for priority, each in oldest.items() if each is not None}
+        for priority in sorted(arrivals, key=lambda priority: arrivals[priority]):
+            if arrivals[priority] <= arrived_by_s:
+                yield from islice(self._class_in_turn(priority), 1)
+
+    def _class_in_turn(self, priority: Priority) -> Iterator[Sequence]:
+        each = self._classes[priority]
+        yield from list(each.sent_back)
+        yield from _by_service(each.by_tenant)
 
     def oldest(self, priority: Priority) -> Sequence | None:
         """Who has waited longest in a class."""

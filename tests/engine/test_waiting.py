@@ -90,8 +90,8 @@ def test_the_tenant_that_was_served_least_is_next() -> None:
     assert len(line.queue) == 0
 
 
-def test_the_oldest_of_each_class_has_a_turn_by_age() -> None:
-    """Of those that are not REALTIME, whether they were sent back or not, and only if they came long enough ago."""
+def test_a_class_in_which_somebody_has_waited_for_long_has_a_turn_by_age() -> None:
+    """Not REALTIME; that of the oldest comes first, and in it whoever's turn it is, such as one that was sent back."""
     line = Line()
     line.add("urgent", 0.0, Priority.REALTIME)
     line.add("batch", 1.0, Priority.BATCH)
@@ -104,10 +104,10 @@ def test_the_oldest_of_each_class_has_a_turn_by_age() -> None:
 
     assert aged(0.9) == []
     assert aged(1.0) == ["batch"]
-    assert aged(9.0) == ["standard", "batch"]
+    assert aged(9.0) == ["batch", "standard"]
     assert aged(9.0, before=Priority.BATCH) == ["standard"]
     line.queue.add_first(line.make("back", 2.0))
-    assert aged(9.0) == ["back", "batch"]
+    assert aged(9.0) == ["batch", "back"]
 
 
 def test_the_oldest_urgent_one_has_not_had_a_turn() -> None:
