@@ -118,7 +118,7 @@ async def measured(
         for _ in range(2):
             await _ask(client, _prompt(next(numbers), 256, vocab_size))
         rows = []
-        async with _pulls(local) as pull:
+        async with _pulls(local, max(lengths)) as pull:
             for length in lengths:
                 say(f"{length} tokens")
                 asked = [_prompt(next(numbers), length, vocab_size) for _ in range(repeats)]
@@ -184,7 +184,7 @@ async def _info(local: LocalCluster) -> worker_pb2.GetInfoResponse:
 
 
 @asynccontextmanager
-async def _pulls(local: LocalCluster) -> AsyncIterator[Callable[[str, tuple[int, ...]], Any]]:
+async def _pulls(local: LocalCluster, longest: int) -> AsyncIterator[Callable[[str, tuple[int, ...]], Any]]:
     """A function that pulls a prompt's full blocks, and gives the seconds that it took from the question to the release."""
     info = await _info(local)
     fingerprint = fingerprint_from_proto(info.fingerprint)
@@ -192,8 +192,8 @@ async def _pulls(local: LocalCluster) -> AsyncIterator[Callable[[str, tuple[int,
     owner = PrefixOwner(
         WorkerId(info.worker_id), local.worker_addresses["prefill-0"], BootEpoch(info.boot_epoch)
     )
-    store = MemoryBlockStore(max(LENGTHS) // size, info.block_bytes)
-    for index in range(max(LENGTHS) // size):
+    store = MemoryBlockStore(longest // size, info.block_bytes)
+    for index in range(longest // size):
         store.write(BlockId(index), 0, bytes(info.block_bytes))
     channels, numbers = Channels(), itertools.count()
     grpc = GrpcTransport(channels, fingerprint)

@@ -146,7 +146,8 @@ class DecodeSession:
         for first in first_tokens:
             if first.finish_reason is not None:
                 self._note_end(sequence_id, first.candidate)
-        if sequence_id in self._live:
+        # Whoever cuts its blocks in another way lends none.
+        if sequence_id in self._live and ticket.fingerprint == self._worker.loaded.fingerprint:
             owner = PrefixOwner(ticket.owner_id, ticket.owner_address, ticket.boot_epoch)
             self._recalls.remember(spec, owner, deadline_s)
         self._worker.engine.commit(sequence_id, first_tokens)

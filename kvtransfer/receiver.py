@@ -21,6 +21,9 @@ from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import FirstToken
 from paceline.core.ticket import KvTicket
 
+# So long somebody who gives a lease back waits for the answer, which changes nothing.
+_ANSWER_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class HandOverTimes:
@@ -126,11 +129,11 @@ class KVReceiver:
             await _outlasted(settling)
 
     async def _give_back(self, ticket: KvTicket) -> None:
-        """Ends the lease, also when we are cancelled again meanwhile; if that fails, its clock ends it."""
+        """Ends the lease, also when we are cancelled again meanwhile; if that fails, its clock ends it. A slow answer is not waited for."""
         release = asyncio.create_task(self._release_quietly(ticket))
         self._giving_back.add(release)
         release.add_done_callback(self._giving_back.discard)
-        await asyncio.shield(release)
+        await asyncio.wait({release}, timeout=_ANSWER_S)
 
     async def _release_quietly(self, ticket: KvTicket) -> None:
         with suppress(PacelineError, TimeoutError):
@@ -216,16 +219,18 @@ class HandOver:
         """A chunk may take long to compute, behind others; but the owner must be there meanwhile."""
         loop, patience_s = asyncio.get_running_loop(), self._times.stall_timeout_s
         num_stalls, look_s = 0, loop.time() + patience_s
-        while num_stalls < self._times.max_stalls:
+        while True:
             done, _ = await asyncio.wait({pulling}, timeout=look_s - loop.time())
             if done:
                 return
             if self._last_message_s + patience_s > loop.time():
                 num_stalls, look_s = 0, self._last_message_s + patience_s
                 continue
+            num_stalls += 1
+            if num_stalls == self._times.max_stalls:
+                raise KvLostError(f"no block came for {num_stalls} times {patience_s:g} s; prefill again")
             await self._require_owner()
-            num_stalls, look_s = num_stalls + 1, loop.time() + patience_s
-        raise KvLostError("the owner answers, but its blocks do not come; prefill again")
+            look_s = loop.time() + patience_s
 
     async def _require_owner(self) -> None:
         """A silent owner may be busy with others' chunks; one that does not answer, or knows no lease, is lost."""

@@ -1,7 +1,8 @@
 """A hand-over over gRPC: works between any two workers that reach each other."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 import grpc
@@ -69,6 +70,7 @@ class GrpcTransport:
     async def describe(self, ticket: KvTicket) -> MemoryOffer:
         """Which ways into its pool the ticket's owner offers, in this life of its."""
         request = kv_transfer_pb2.DescribeMemoryRequest(boot_epoch=ticket.boot_epoch)
+        await self._reached(ticket)
         try:
             response = await self._stub(ticket).DescribeMemory(request, timeout=self._call_timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -89,7 +91,7 @@ class GrpcTransport:
             by_reference=by_reference,
         )
         # Not by the stub, whose messages are copied into protobuf's memory.
-        channel = self._channels.get(ticket.owner_address)
+        channel = await self._reached(ticket)
         pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(PULL_METHOD)
         call = pull(request.SerializeToString(), timeout=self._pull_timeout_s)
         try:
@@ -99,6 +101,14 @@ class GrpcTransport:
             raise _kv_error(error, ticket) from error
         finally:
             call.cancel()
+
+    async def _reached(self, ticket: KvTicket) -> grpc.aio.Channel:
+        """A ticket is fresh word of its owner: one that could not be reached a moment ago may be back, and is waited for."""
+        channel = self._channels.get(ticket.owner_address)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._call_timeout_s):
+                await channel.channel_ready()
+        return channel
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """Keeps the leases alive."""

@@ -92,8 +92,13 @@ class NegotiatedTransport:
             async with aclosing(link.transport.pull(ticket, held_hashes, into)) as messages:
                 async for message in messages:
                     yield message
-        except (TransportBrokenError, KvChecksumError) as error:
+        except TransportBrokenError as error:
             self._fall_back(ticket, link, error)
+            raise
+        except KvChecksumError as error:
+            # Blocks of a lease that has ended meanwhile are another request's, and match nothing.
+            if await self._still_holds(ticket):
+                self._fall_back(ticket, link, error)
             raise
         except KvError:
             # The owner may be gone, and nobody else would let go of its memory.
@@ -178,6 +183,12 @@ class NegotiatedTransport:
         return _Link(ticket.boot_epoch, name, counted, writes_in_place)
 
     # -- leaving
+
+    async def _still_holds(self, ticket: KvTicket) -> bool:
+        try:
+            return await self._grpc.renew([ticket]) == [LeaseState.VALID]
+        except KvError:
+            return False
 
     def _fall_back(self, ticket: KvTicket, link: _Link, error: KvError) -> None:
         if link.name == GRPC:

@@ -40,6 +40,7 @@ class CostEstimate:
         self.swap_block_s = 1e-4  # out and back in
         self.remote_pull_s = 2e-2  # asking, and the round trips
         self.remote_block_s = 1e-3
+        self.remote_miss_s = 0.0  # to find out that nothing comes
         self.remote_hit_share = _GUESSED_HIT_SHARE
         # What was measured of pulls: weight, and weighted sums of x, y, x * x and x * y.
         guesses = ((x, self.pull_s(x)) for x in _GUESSED_PULLS)
@@ -58,6 +59,7 @@ class CostEstimate:
         """Of so many blocks that were asked for, so many came."""
         self.remote_hit_share = _mean(self.remote_hit_share, num_blocks / num_asked)
         if not num_blocks:
+            self.remote_miss_s = _mean(self.remote_miss_s, duration_s)
             return
         measured = _sums([(num_blocks, duration_s)], _WEIGHT)
         self._pulls = tuple(
@@ -77,7 +79,12 @@ class CostEstimate:
 
     def is_pull_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether to ask for so many blocks, instead of computing their tokens at once."""
-        return self.pull_s(num_blocks) < self.remote_hit_share * self.token_s * num_tokens
+        return self._ask_s(num_blocks) < self.remote_hit_share * self.token_s * num_tokens
+
+    def _ask_s(self, num_blocks: int) -> float:
+        """How long it takes to ask for so many blocks, whether they come or not."""
+        hits = self.remote_hit_share
+        return hits * self.pull_s(num_blocks) + (1 - hits) * max(self.remote_miss_s, self.remote_pull_s)
 
     def recompute_s(self, loss: Loss) -> float:
         """All of it is computed again."""
@@ -90,7 +97,7 @@ class CostEstimate:
     def remote_s(self, loss: Loss) -> float:
         """What was computed elsewhere is pulled, which may fail; the rest, and what does not come, is computed."""
         num_saved = self.remote_hit_share * loss.num_remote_tokens
-        return self.pull_s(loss.num_remote_blocks) + self.token_s * (loss.num_tokens - num_saved)
+        return self._ask_s(loss.num_remote_blocks) + self.token_s * (loss.num_tokens - num_saved)
 
     def cheapest(self, loss: Loss, *, may_swap: bool, may_recall: bool) -> tuple[float, PreemptionKind]:
         """The best of the kinds that are possible, and what it costs; computing again always is."""

@@ -30,11 +30,14 @@ class Lender:
         spec = self._spec(request)
         events = EventQueue()
         granted: tuple[Lease, KvTicket] | None = None
+        is_over = False
 
         def sink(said: Sequence[Event]) -> None:
             """Also hears later, when nobody waits for it any more, that the engine needs the room: then the lease ends."""
+            nonlocal is_over
             events.put(said)
             if any(isinstance(event, Failed) for event in said):
+                is_over = True
                 self._worker.leases.release_sequence(spec.sequence_id)
 
         self._worker.engine.submit(spec, SequenceRole.LEND, sink)
@@ -42,6 +45,8 @@ class Lender:
             async for event in events:
                 match event:
                     case Started():
+                        if is_over:
+                            return None
                         granted = self._worker.grant(event)
                     case BlocksReady() if granted is not None:
                         lease, ticket = granted

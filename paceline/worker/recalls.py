@@ -62,7 +62,7 @@ class Recalls:
 
     def begin(self, recall: Recall) -> None:
         """Asks for what the engine wants, and resumes the sequence with what has come."""
-        task = asyncio.create_task(self._pull(recall, self._origins[recall.sequence_id]))
+        task = asyncio.create_task(self._pull(recall, self._origins.get(recall.sequence_id)))
         self._pulls[recall.sequence_id, recall.candidate] = _Pull(recall, task, set(recall.candidates))
         # Not in the task itself: cancelled before it begins, it would never get there.
         task.add_done_callback(partial(self._end, recall))
@@ -87,8 +87,10 @@ class Recalls:
         while self._pulls:
             await asyncio.wait([pull.task for pull in self._pulls.values()])
 
-    async def _pull(self, recall: Recall, origin: _Origin) -> int:
+    async def _pull(self, recall: Recall, origin: _Origin | None) -> int:
         """How many of the blocks have their content in the end. A failure is a miss, and what is missing is computed."""
+        if origin is None:
+            return recall.num_held
         worker = self._worker
         request = PrefixRequest(recall.sequence_id, origin.cache_scope, recall.token_ids)
         try:

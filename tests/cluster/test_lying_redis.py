@@ -29,12 +29,13 @@ async def liar() -> AsyncIterator[tuple[LyingRedis, str]]:
 async def cluster(
     liar: tuple[LyingRedis, str], tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path
 ) -> AsyncIterator[Cluster]:
-    """Two prefill workers and a decode worker whose prefix table it is."""
+    """Two prefill workers and a decode worker whose prefix table it is; whatever it says of others is followed."""
     server, url = liar
+    pulling = {"prefix_pull": "always"}
     async with running_cluster(
         tmp_path_factory.mktemp("lied-to"),
         tiny_tokenizer_dir,
-        sections={"router": {"lookup_budget_s": 0.1}},
+        sections={"router": {"lookup_budget_s": 0.1}, "prefill": pulling, "decode": pulling},
         runner="fake",
         disaggregate="always",
         topology="2P1D",

@@ -203,3 +203,37 @@ def test_nothing_is_lent_while_somebody_waits_for_room() -> None:
     bench.step()
     loan = _lend(bench, PROMPT[:8], name="refused")
     assert _num_lent(bench, loan) == 0
+
+
+def test_nothing_is_lent_as_long_as_somebody_waits_for_room() -> None:
+    """Also in the steps in which the one who waits is not tried again, since nothing has come free."""
+    bench = _computed(num_blocks=24, watermark=0.0, watermark_rise=0.0)
+    bench.add(make_spec("running", (1, 2, 3), max_tokens=28))
+    bench.add(make_spec("large", tuple(range(60, 84)), max_tokens=3), SequenceRole.PREFILL_ONLY)
+    bench.steps(4)
+    waits = bench.add(make_spec("waits", tuple(range(80, 152)), max_tokens=3))
+    for number in range(8):
+        bench.step()
+        loan = _lend(bench, PROMPT[:8], name=f"refused-{number}")
+        assert bench.of(waits, Started) == []
+        assert _num_lent(bench, loan) == 0, number
+
+
+def test_loans_that_follow_each_other_keep_nobody_waiting() -> None:
+    """Whoever needs their room has it once those loans are over that were granted before it came."""
+    bench = _computed(num_blocks=24, watermark=0.0, watermark_rise=0.0)
+    bench.add(make_spec("running", (1, 2, 3), max_tokens=28))
+    bench.add(make_spec("large", tuple(range(60, 84)), max_tokens=3), SequenceRole.PREFILL_ONLY)
+    bench.steps(2)
+    loans = [_lend(bench)]
+    waits = bench.add(make_spec("waits", tuple(range(80, 136)), max_tokens=3))
+    bench.step()
+    while not bench.of(waits, Started) and len(loans) < 200:
+        # A reader needs three steps to pull, or to hear EXPIRED, and every step somebody else asks.
+        loans.append(bench.add(make_spec(f"loan-{len(loans)}", PROMPT, max_tokens=1), SequenceRole.LEND))
+        bench.step()
+        for over in loans[:-3]:
+            bench.release(over)
+        if bench.end(make_id("running")) is not None:
+            break
+    assert len(loans) < 8, f"still waiting after {len(loans)} loans"

@@ -156,3 +156,12 @@ def test_a_pull_pays_from_some_length_on() -> None:
     assert [costs.is_pull_cheaper(n, 16 * n) for n in (1, 8, 9, 100)] == [False, False, True, True]
     costs.remote_hit_share = 0.05
     assert not costs.is_pull_cheaper(100, 1600)
+
+
+def test_pulls_that_fail_slowly_are_not_made_again_and_again() -> None:
+    """An owner that is frozen lets a pull time out: what that took counts as well, not only that nothing came."""
+    costs = CostEstimate()
+    for _ in range(3):
+        costs.note_remote(62, 0, 5.0)
+    # A second to compute, and five to find out that nothing comes.
+    assert not costs.is_pull_cheaper(62, 1000)

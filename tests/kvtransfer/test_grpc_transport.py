@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -181,3 +182,28 @@ def _is_piece_of(message: KvMessage, blocks: Sequence[bytes]) -> bool:
     assert isinstance(message, KvChunk)
     block = blocks[message.ordinal]
     return block[message.offset : message.offset + len(message.data)] == message.data
+
+
+async def test_an_owner_that_is_back_is_reached_at_once(
+    owner: Owner, channels: Channels, tmp_path: Path
+) -> None:
+    """Whoever has called in vain while it was away gets the blocks of its next life with the first ticket."""
+    owner.address = f"unix:{tmp_path}/owner.sock"
+    transport = GrpcTransport(channels, FINGERPRINT)
+    lost = owner.ticket(owner.granted([1]))
+    # Nobody is there: the channel waits longer and longer before it tries again.
+    for _ in range(30):
+        with pytest.raises(KvLostError):
+            await transport.release(lost)
+        await asyncio.sleep(0.05)
+    owner.restart(BootEpoch(12))
+    server = grpc.aio.server()
+    add_kv_transfer_service(KvTransferServicer(owner.sender), server)
+    server.add_insecure_port(owner.address)
+    await server.start()
+    try:
+        ticket = owner.ticket(owner.granted([2, 3]))
+        receiver = KVReceiver(transport, random_store(2), FINGERPRINT)
+        assert (await receiver.receive(ticket, INTO[:2], 0)).num_blocks == 2
+    finally:
+        await server.stop(None)

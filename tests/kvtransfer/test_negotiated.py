@@ -133,6 +133,21 @@ async def test_a_lost_lease_is_not_the_ways_fault(
     await transport.aclose()
 
 
+async def test_a_lease_that_ends_while_it_is_read_is_not_the_ways_fault(
+    owner: Owner, grpc_transport: GrpcTransport, store: HookedStore
+) -> None:
+    """Its blocks are another request's by then, and match no checksum; the next hand-over comes by the same way."""
+    transport = NegotiatedTransport(grpc_transport, [SharedMemory(grpc_transport)])
+    lease = owner.granted([1, 5])
+    store.on_checksum = lambda: owner.sender.release_sequence(lease.sequence_id, owner.boot_epoch)
+    with pytest.raises(KvError):
+        await KVReceiver(transport, store, FINGERPRINT).receive(owner.ticket(lease), INTO[:2], 0)
+    store.on_checksum = None
+    await _receive(owner, transport, store)
+    assert (_pulls(transport), transport.num_fallbacks) == ({"grpc": 0, "shm": 2}, 0)
+    await transport.aclose()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

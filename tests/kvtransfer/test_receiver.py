@@ -1,17 +1,18 @@
 """All blocks of a hand-over arrive as they left, or none of them counts."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvtransfer.chunks import KvChunk, KvMessage, LeaseState, PullEnd
-from kvtransfer.receiver import KVReceiver, ReceivedKv
+from kvtransfer.receiver import HandOverTimes, KVReceiver, ReceivedKv
 from kvtransfer.transports.base import KVTransport
 from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.late import LateTransport
 from kvtransfer.transports.local import LocalTransport
+from paceline.core.block_hash import BlockHash
 from paceline.core.errors import (
     FingerprintMismatchError,
     KvChecksumError,
@@ -383,12 +384,12 @@ async def test_a_second_cancel_does_not_lose_the_release() -> None:
 
 @in_virtual_time
 async def test_a_receiver_that_reaches_nobody_still_comes_back() -> None:
-    """With an owner that never answers, giving the lease back is bounded, and the first error is the one raised."""
+    """With an owner that never answers, giving the lease back is not waited for, and the first error is the one raised."""
     bench = Bench(Fault(FaultKind.CORRUPT, at=1))
     bench.receiver = KVReceiver(_SlowRelease(bench.transport, delay_s=1e6), bench.store, FINGERPRINT)
     with pytest.raises(KvChecksumError):
         await bench.receive()
-    assert virtual_clock() == pytest.approx(2)
+    assert virtual_clock() == pytest.approx(0.2)
 
 
 @in_virtual_time
@@ -410,3 +411,39 @@ class _SlowRelease(FaultyTransport):
     async def release(self, ticket: KvTicket) -> LeaseState:
         await asyncio.sleep(self._delay_s)
         return await super().release(ticket)
+
+
+class _Frozen:
+    """An owner that is stopped in the middle: no message, no answer, no end of the connection."""
+
+    async def pull(
+        self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
+    ) -> AsyncGenerator[KvMessage, None]:
+        """Nothing comes."""
+        await asyncio.Event().wait()
+        yield PullEnd(())
+
+    def settling(self, into: Sequence[BlockId]) -> None:
+        """It writes nothing itself."""
+
+    async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
+        """No answer."""
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async def release(self, ticket: KvTicket) -> LeaseState:
+        """No answer."""
+        await asyncio.sleep(600)
+        raise AssertionError
+
+
+@in_virtual_time
+async def test_a_loan_of_a_frozen_owner_costs_the_second_that_it_is_given() -> None:
+    """Whoever could compute the blocks itself asks a silent owner no further questions, and waits for no thanks."""
+    owner = Owner(virtual_clock)
+    times = HandOverTimes(stall_timeout_s=1.0, max_stalls=1)
+    receiver = KVReceiver(_Frozen(), random_store(2), FINGERPRINT, times)
+    begin_s = virtual_clock()
+    with pytest.raises(KvLostError):
+        await receiver.receive(owner.ticket(owner.granted([1, 2])), POOL[:2], 0)
+    assert virtual_clock() - begin_s == pytest.approx(1.0, abs=0.5)

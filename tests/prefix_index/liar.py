@@ -91,6 +91,12 @@ async def _everybody_has_everything(self: LyingRedis, command: Command, writer: 
     writer.write(_holders(everybody) if number else _honest(command))
 
 
+async def _one_has_everything(self: LyingRedis, command: Command, writer: asyncio.StreamWriter) -> None:
+    number = int(command[2]) if _is_lookup(command) else 0
+    one = sorted(self.workers.items())[self.num_answers % max(1, len(self.workers))]
+    writer.write(_holders(iter([(*one, number)])) if number else _honest(command))
+
+
 async def _stale(self: LyingRedis, command: Command, writer: asyncio.StreamWriter) -> None:
     number = int(command[2]) if _is_lookup(command) else 0
     dead = ((worker_id, b"%d" % (int(epoch) ^ 1), number) for worker_id, epoch in self.workers.items())
@@ -152,6 +158,7 @@ async def _half(self: LyingRedis, command: Command, writer: asyncio.StreamWriter
 
 LIES: dict[str, Lie] = {
     "everybody-has-everything": _everybody_has_everything,
+    "one-has-everything": _one_has_everything,
     "stale-epochs": _stale,
     "garbage": _garbage,
     "refusals": _refusals,

@@ -25,7 +25,7 @@ FIRST, SECOND = chain(1, 40), chain(2, 40)
 PASSWORD = "w/or@d"
 ENCODED = "w%2For%40d"
 # As documented.
-RULES = "~paceline:* -@all +eval +set +get +hset +hget +hgetall +hmget +hdel +hlen +expire +time"
+RULES = "~paceline:* -@all +ping +eval +set +get +hset +hget +hgetall +hmget +hdel +hlen +expire +time"
 
 
 async def works(index: RedisPrefixIndex) -> None:

@@ -1,5 +1,7 @@
 """A worker's prefix cache, lent over gRPC to whoever asks in the right words."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from paceline.runtime.channels import Channels
 from paceline.worker.events import EventQueue
 from paceline.worker.worker import Worker
 from tests.factories import BLOCK_SIZE, make_id, make_spec
-from tests.worker.bench import DECODE, NUM_BLOCKS, PREFILL, require_empty, serving_worker
+from tests.worker.bench import DECODE, NUM_BLOCKS, PREFILL, require_empty, serving_worker, until
 
 PROMPT = tuple(range(20, 40))  # 5 full blocks
 
@@ -189,4 +191,21 @@ async def test_a_loan_whose_room_is_needed_ends_at_once(loans: Loans) -> None:
     await _compute(loans.worker, tuple(range(60, 60 + 4 * NUM_BLOCKS - 4)))
     assert loans.worker.leases.release([ticket.lease_id]) == [LeaseState.EXPIRED]
     assert loans.worker.leases.stats().num_released == 1
+    await require_empty(loans.worker)
+
+
+async def test_a_loan_that_is_called_in_before_its_ticket_is_made_ends_too(loans: Loans) -> None:
+    """The engine may be some steps ahead of the loop: whoever needs the room does not wait for the lease's clock."""
+    engine = loans.worker.engine
+    asking = asyncio.create_task(loans.ask())
+    await until(lambda: engine.num_sequences == 1)
+    # Needs all blocks but three.
+    large = make_spec("large", tuple(range(60, 60 + 4 * NUM_BLOCKS - 12)), max_tokens=1)
+    events = EventQueue()
+    engine.submit(large, SequenceRole.GENERATE, events.put)
+    time.sleep(0.2)  # noqa: ASYNC251 - the loop is busy with something else meanwhile
+    await asking
+    async with asyncio.timeout(5.0):
+        await anext(events)
+    assert loans.worker.leases.stats().num_active == 0
     await require_empty(loans.worker)
