@@ -1,6 +1,9 @@
 """A conversation computes each of its blocks once in the whole cluster, and moves each once to whoever lacks it."""
 
 import asyncio
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +97,43 @@ async def test_without_pulls_a_chat_computes_its_answers_again(
         second = await turn(cluster, (*prompt, *first.token_ids, 1, 2, 3))
         assert second.timeline.prefix_blocks == 0
         assert second.cached_tokens == len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.slow
+async def test_chats_go_on_whatever_is_stopped_and_killed(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Six chats at a time pull each other's blocks both ways, in small pools; a worker of each tier is stopped, and one killed."""
+    pulling = {"prefix_pull": "always", "fake_step_ms": 1, "num_blocks": 80}
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": pulling, "decode": pulling},
+        runner="fake",
+        disaggregate="always",
+        topology="2P2D",
+        max_model_len=640,
+    ) as cluster:
+        pids = cluster.local.pids
+        # After so many answers.
+        plan: dict[int, Callable[[], object]] = {
+            6: lambda: os.kill(pids["prefill-1"], signal.SIGSTOP),
+            9: lambda: os.kill(pids["prefill-1"], signal.SIGCONT),
+            12: lambda: os.kill(pids["decode-1"], signal.SIGSTOP),
+            14: lambda: os.kill(pids["decode-1"], signal.SIGCONT),
+            18: lambda: cluster.local.kill("decode-1"),
+            24: lambda: cluster.local.kill("prefill-0"),
+        }
+        answers: list[Completion] = []
+
+        async def chat(number: int) -> None:
+            """Six turns."""
+            prompt = tuple((7 * i + number) % VOCAB_SIZE for i in range(NUM_SAID))
+            for _ in range(6):
+                answer = await turn(cluster, prompt)
+                answers.append(answer)
+                plan.get(len(answers), lambda: None)()
+                prompt += answer.token_ids + tuple((11 * i + number) % VOCAB_SIZE for i in range(NUM_SAID))
+
+        await asyncio.gather(*map(chat, range(6)))
+        assert len(answers) == 36
+        assert sum(answer.timeline.prefix_blocks for answer in answers) > 0
+        assert any(answer.timeline.attempts > 1 for answer in answers)
