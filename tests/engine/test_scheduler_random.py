@@ -437,7 +437,7 @@ def test_random_histories_with_a_hash_of_8_bits_give_the_oracle_s_tokens(layers:
 def test_random_histories_take_every_way(layers: str) -> None:
     """The histories above are worth something: they preempt, hit, evict, expire, commit and cancel."""
     seen: Counter[str] = Counter()
-    for seed in range(30):
+    for seed in range(50):
         history = History(seed, layers=layers, is_handed_over=seed % 2 == 0)
         history.run(120)
         stats, pool = history.bench.scheduler.stats(), history.bench.pool.stats()
