@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from paceline.cli_options import generate_options, make_parser
+from paceline.cli_options import PACELINE_API_KEY, generate_options, make_parser
 from paceline.client import (
     Completion,
     GenerateOptions,
@@ -21,6 +21,7 @@ from paceline.client import (
     PacelineClient,
     Prompt,
 )
+from paceline.client_channel import key_metadata
 from paceline.client_error import PacelineRpcError
 from paceline.v1 import generation_pb2
 
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit status."""
     parser = make_parser(generate=_generate, chat=_chat)
     args = parser.parse_args(argv)
+    args.api_key = args.api_key or os.environ.get(PACELINE_API_KEY)
+    try:
+        key_metadata(args.api_key)
+    except ValueError as error:
+        parser.error(str(error))
     for option in ("logprobs", "prompt_logprobs"):
         if getattr(args, option) not in (None, False) and not getattr(args, "json", False):
             parser.error(f"--{option.replace('_', '-')} needs --json: a streamed answer does not show them")
@@ -59,7 +65,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 async def _one_answer(args: argparse.Namespace, prompt: Prompt) -> None:
-    async with PacelineClient(args.address) as client:
+    async with PacelineClient(args.address, api_key=args.api_key) as client:
         if args.n not in (None, 1):
             completions = await client.generate_texts(prompt, **generate_options(args))
             _show(_as_json_array(completions) if args.json else _one_by_one(completions))
@@ -72,7 +78,7 @@ async def _one_answer(args: argparse.Namespace, prompt: Prompt) -> None:
 def _chat(args: argparse.Namespace) -> None:
     # One loop for the whole conversation: it runs while an answer comes, and stands still at the prompt.
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(args.address))
+        client = runner.run(_connect(args))
         try:
             _converse(runner, client, args)
         finally:
@@ -86,9 +92,9 @@ def _converse(runner: asyncio.Runner, client: PacelineClient, args: argparse.Nam
             _take_turn(runner, client, messages, question, args)
 
 
-async def _connect(address: str) -> PacelineClient:
+async def _connect(args: argparse.Namespace) -> PacelineClient:
     """A client whose server answers: better to hear it now than after the first question."""
-    client = PacelineClient(address)
+    client = PacelineClient(args.address, api_key=args.api_key)
     info = await client.server_info()
     if sys.stdin.isatty():
         sys.stderr.write(f"{info.model_id}; Ctrl-C stops an answer, Ctrl-D leaves\n")
@@ -190,6 +196,8 @@ def _fields(message: ProtoMessage) -> dict[str, Any]:
 def _explain(error: PacelineRpcError, address: str) -> str:
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         return f"no Paceline server answers at {address}; start one with ./run up, or name it with --address"
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{error}; give the key with --api-key, or in {PACELINE_API_KEY}"
     if error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)

@@ -29,6 +29,8 @@ examples:
 Ctrl-C while an answer comes cancels it on the server, keeps what was shown and returns to the prompt.
 Ctrl-C or Ctrl-D at the prompt leaves.
 """
+# A key on a command line is seen by every user of the machine, and kept by shells.
+PACELINE_API_KEY = "PACELINE_API_KEY"
 _SYSTEM_HELP = "a system message that comes before everything else"
 
 
@@ -123,6 +125,7 @@ def _shared_options() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end the answer before TEXT; may be given several times",
     )
+    add("--api-key", metavar="KEY", help=f"whose request it is; better given in {PACELINE_API_KEY}")
     add("--priority", choices=get_args(Priority), help="how urgent it is (standard)")
     add(
         "--timeout",

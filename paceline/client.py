@@ -14,18 +14,12 @@ from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, get_args
 
 import grpc
 
+from paceline.client_channel import key_metadata, open_channel
 from paceline.client_error import from_rpc_error
 from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
-# An answer may be silent for long while its prompt is computed; pings tell that from a dead connection after 30 s.
-_CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # its default of a minute would win over the line above
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
 # A message of a chat: {"role": "system" | "user" | "assistant", "content": text}.
 Message = Mapping[str, str]
@@ -129,11 +123,12 @@ class _Gathered:
 class PacelineClient:
     """One connection to a server, for any number of requests at once. Make it where the event loop runs.
 
-    A call that fails raises PacelineRpcError.
+    A call that fails raises PacelineRpcError. `api_key` says whose calls they are, where the server wants to know.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        self._metadata = key_metadata(api_key)
+        self._channel = open_channel(address)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -185,18 +180,21 @@ class PacelineClient:
     async def tokenize(self, prompt: str | Sequence[Message], *, timeout_s: float = 30.0) -> tuple[int, ...]:
         """The token ids that `generate` would use for this prompt."""
         with _as_our_errors():
-            response = await self._stub.Tokenize(_tokenize_request(prompt), timeout=timeout_s)
+            response = await self._stub.Tokenize(
+                _tokenize_request(prompt), timeout=timeout_s, metadata=self._metadata
+            )
         return tuple(response.token_ids)
 
     async def server_info(self, *, timeout_s: float = 30.0) -> inference_pb2.GetServerInfoResponse:
         """Which model is served, within which limits, by which workers."""
         with _as_our_errors():
-            return await self._stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=timeout_s)
+            request = inference_pb2.GetServerInfoRequest()
+            return await self._stub.GetServerInfo(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _events(
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with _as_our_errors():
                 async for event in call:

@@ -1,53 +1,61 @@
-"""Decides at the door whether a request is taken at all. Today: a bound on how many are under way."""
+"""Decides at the door whether a request is taken: whether there is room for one more, and whether its tenant may have it now.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Room, and what a tenant has under way, are this router's own; rates are counted by a `RateLimiter`, for all routers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from paceline.core.errors import DrainingError, QueueFullError
+from paceline.core.errors import DrainingError, QueueFullError, RateLimitedError, ScopeForbiddenError
+from router.rate_limit import Grant, LimiterMode, Rate, RateLimiter
+from router.tenants import Tenant
 
 # Nothing measures yet how soon a place becomes free; a second is long against a step and short for a person.
 _RETRY_AFTER_S = 1.0
+_NO_BOUND = 1 << 62
+_ONE_REQUEST = 1
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStats:
-    """A picture of the door."""
+    """A picture of the door. Who is refused for a rate, or for a tenant's own bound, was not refused for want of room."""
 
     num_active: int
+    num_bytes: int
     num_admitted: int
     num_refused: int
 
 
-class AdmissionController:
-    """Owned by the router's event loop."""
+class Door:
+    """Bounds how many requests are under way, and their bytes."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int = _NO_BOUND) -> None:
         self._max_requests = max_requests
+        self._max_bytes = max_bytes
         self._closed = False
-        self._num_active = self._num_admitted = self._num_refused = 0
+        self._num_active = self._num_bytes = self._num_admitted = self._num_refused = 0
 
     @contextmanager
-    def admit(self) -> Iterator[int]:
+    def enter(self, num_bytes: int = 0) -> Iterator[int]:
         """Holds a place for the request; gives how many were there before it.
 
         Raises QueueFullError, or DrainingError once closed.
         """
         if self._closed:
             raise DrainingError("the server is shutting down; send the request to another one")
-        if self._num_active >= self._max_requests:
-            self._num_refused += 1
-            raise QueueFullError(
-                f"{self._num_active} requests are under way, and no more are taken",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        self._require_room(num_bytes)
         position = self._num_active
         self._num_active += 1
+        self._num_bytes += num_bytes
         self._num_admitted += 1
         try:
             yield position
         finally:
             self._num_active -= 1
+            self._num_bytes -= num_bytes
 
     def close(self) -> None:
         """Takes nobody any more."""
@@ -55,4 +63,132 @@ class AdmissionController:
 
     def stats(self) -> AdmissionStats:
         """A picture of now."""
-        return AdmissionStats(self._num_active, self._num_admitted, self._num_refused)
+        return AdmissionStats(self._num_active, self._num_bytes, self._num_admitted, self._num_refused)
+
+    def _require_room(self, num_bytes: int) -> None:
+        problem = ""
+        if self._num_active >= self._max_requests:
+            problem = f"{self._num_active} requests are under way, and no more are taken"
+        # One that is alone always fits: its own limit is another.
+        elif self._num_active and self._num_bytes + num_bytes > self._max_bytes:
+            problem = f"the requests under way have {self._num_bytes} bytes, and no more are taken"
+        if problem:
+            self._num_refused += 1
+            raise QueueFullError(problem, retry_after_s=_RETRY_AFTER_S)
+
+
+class Visit:
+    """A request that has been taken, and the tokens that it may use."""
+
+    def __init__(self, position: int, tenant: Tenant, limiter: RateLimiter, request: Grant | None) -> None:
+        self.position = position
+        self.tenant = tenant
+        self._limiter = limiter
+        self._request = request
+        self._reserved: tuple[Rate, int, Grant] | None = None
+        self._num_used = 0
+
+    async def reserve(self, num_tokens: int) -> None:
+        """Takes the most that the request can use. Raises RateLimitedError, or ScopeForbiddenError for what never fits."""
+        rate = self.tenant.tokens
+        if rate is None:
+            return
+        if num_tokens > rate.burst:
+            raise ScopeForbiddenError(
+                "stopping.max_tokens",
+                f"and the prompt come to {num_tokens} tokens with all candidates, and this tenant may use {rate.burst} at once",
+            )
+        grant = await self._limiter.take(_bucket(self.tenant, "tokens"), rate, num_tokens)
+        if grant.wait_us:
+            self._give_request_back()
+            raise _rate_limited("tokens", rate, grant)
+        self._reserved = rate, num_tokens, grant
+
+    def use(self, num_tokens: int) -> None:
+        """What the request has really used so far."""
+        self._num_used = num_tokens
+
+    def settle(self) -> None:
+        """Gives back what was reserved and not used."""
+        if self._reserved is not None:
+            rate, num_reserved, grant = self._reserved
+            self._reserved = None
+            num_left = num_reserved - self._num_used
+            if num_left > 0:
+                self._limiter.give_back(_bucket(self.tenant, "tokens"), rate, num_left, grant)
+
+    def _give_request_back(self) -> None:
+        """It was not served, so it does not count."""
+        if self._request is not None and self.tenant.requests is not None:
+            name = _bucket(self.tenant, "requests")
+            self._limiter.give_back(name, self.tenant.requests, _ONE_REQUEST, self._request)
+            self._request = None
+
+
+class AdmissionController:
+    """Owned by the router's event loop."""
+
+    def __init__(self, door: Door, limiter: RateLimiter) -> None:
+        self._door = door
+        self._limiter = limiter
+        self._num_under_way: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def admit(self, tenant: Tenant, num_bytes: int) -> AsyncIterator[Visit]:
+        """Holds a place for the request, and settles what it used in the end.
+
+        Raises DrainingError, QueueFullError or RateLimitedError; whoever is refused for want of room is not charged.
+        """
+        with self._door.enter(num_bytes) as position, self._one_more(tenant):
+            visit = Visit(position, tenant, self._limiter, await self.charge_request(tenant))
+            try:
+                yield visit
+            finally:
+                visit.settle()
+
+    async def charge_request(self, tenant: Tenant) -> Grant | None:
+        """Counts a request against the tenant's rate, and gives the grant if there is a rate; raises RateLimitedError."""
+        if tenant.requests is None:
+            return None
+        grant = await self._limiter.take(_bucket(tenant, "requests"), tenant.requests, _ONE_REQUEST)
+        if grant.wait_us:
+            raise _rate_limited("requests", tenant.requests, grant)
+        return grant
+
+    @property
+    def limiter_mode(self) -> LimiterMode:
+        """Who counts rates at this moment."""
+        return self._limiter.mode
+
+    def close(self) -> None:
+        """Takes nobody any more."""
+        self._door.close()
+
+    def stats(self) -> AdmissionStats:
+        """A picture of now."""
+        return self._door.stats()
+
+    @contextmanager
+    def _one_more(self, tenant: Tenant) -> Iterator[None]:
+        num, most = self._num_under_way[tenant.name], tenant.max_concurrent
+        if most is not None and num >= most:
+            raise QueueFullError(
+                f"{num} requests of this tenant are under way, and it may have {most}",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._num_under_way[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._num_under_way[tenant.name] -= 1
+            if not self._num_under_way[tenant.name]:
+                del self._num_under_way[tenant.name]
+
+
+def _bucket(tenant: Tenant, unit: str) -> str:
+    return f"{unit}:{tenant.name}"
+
+
+def _rate_limited(unit: str, rate: Rate, grant: Grant) -> RateLimitedError:
+    # Up to the next millisecond: who comes a moment too early is refused again.
+    return RateLimitedError(unit, rate.per_minute, retry_after_s=math.ceil(grant.wait_us / 1000) / 1000)

@@ -7,7 +7,17 @@ from paceline.core.errors import ConfigError
 from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
+from paceline.runtime.serving import check_open
 from router.placement import DisaggregateMode
+
+_AT_LEAST_ONE = (
+    "max_requests",
+    "max_request_bytes",
+    "max_prompt_bytes",
+    "default_max_tokens",
+    "max_attempts",
+    "limiter_routers",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +50,25 @@ class RouterConfig:
         "",
         'what tenants share all the same: a JSON Lines file, {"name": .., "token_ids": [..]} a line; empty: none',
     )
+    tenants: str = option(
+        "",
+        "a TOML file with the tenants, their API keys' hashes and limits; read again on SIGHUP; empty: no keys",
+    )
+    allow_anonymous: bool = option(
+        default=False, text="without --tenants: listen also where other machines reach it"
+    )
+    limiter_budget_s: float = option(
+        0.05,
+        "seconds that Redis may take to say whether a tenant's rate allows a request; then it is decided here",
+    )
+    limiter_routers: int = option(
+        2, "routers among which a tenant's rate is divided while Redis is away, and each decides alone"
+    )
     metrics_port: int = option(
         0, "port of the metrics, on the host of --listen; 0: any that is free, -1: none"
     )
     max_requests: int = option(256, "requests under way at once; more are refused")
+    max_request_bytes: int = option(256 << 20, "bytes of the requests under way at once; more are refused")
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
     max_attempts: int = option(3, "times a request is tried when workers fail")
@@ -58,14 +83,18 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
-        for name in ("max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         check_metrics_port(self.metrics_port)
         if self.redis:
             parse_redis_url(self.redis)
-        if self.lookup_budget_s <= 0:
-            raise ConfigError(f"--lookup-budget-s must be more than 0, not {self.lookup_budget_s:g}")
+        for name in ("lookup_budget_s", "limiter_budget_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
+                )
+        check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         if not self.decode_addresses:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
@@ -15,6 +16,7 @@ from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.job import DispatchEvent, Job, Placed, PromptComputed, RequestRunner, Tokens
+from router.rate_limit import LimiterMode, RateLimiter
 from router.service import InferenceServicer
 from router.workers import WorkerRegistry
 
@@ -141,16 +143,25 @@ class _Watch:
 
 
 def router_samples(
-    service: InferenceServicer, admission: AdmissionController, index: PrefixIndex, registry: WorkerRegistry
+    service: InferenceServicer,
+    admission: AdmissionController,
+    limiter: RateLimiter,
+    index: PrefixIndex,
+    registry: WorkerRegistry,
 ) -> list[Sample]:
     """What the router's parts say of themselves now."""
-    door, table = admission.stats(), index.stats()
+    door, rates, table = admission.stats(), limiter.stats(), index.stats()
     views = {tier: registry.views(role) for tier, role in _TIERS.items()}
     return [
         *(Sample(metrics.REQUESTS, number, (end,)) for end, number in service.stats().num_ended.items()),
         Sample(metrics.REQUESTS_ACTIVE, door.num_active),
         Sample(metrics.REQUESTS_ADMITTED, door.num_admitted),
         Sample(metrics.REQUESTS_REFUSED, door.num_refused),
+        Sample(metrics.REQUEST_BYTES, door.num_bytes),
+        *(Sample(metrics.LIMITER_MODE, limiter.mode == mode, (mode,)) for mode in get_args(LimiterMode)),
+        Sample(metrics.LIMITER_FAILURES, rates.num_failures),
+        Sample(metrics.LIMITER_SKIPPED, rates.num_skipped),
+        Sample(metrics.LIMITER_STRICT, rates.num_strict),
         Sample(metrics.INDEX_SHARED, index.mode == "redis"),
         Sample(metrics.INDEX_LOOKUPS, table.num_lookups),
         Sample(metrics.INDEX_FAILURES, table.num_failures),

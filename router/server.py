@@ -1,6 +1,7 @@
 """The router process from its settings to its end: find workers, serve, drain."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from paceline.prefix_index.index import PrefixIndex
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from paceline.prefix_index.redis_calls import RedisCalls
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
@@ -15,12 +17,16 @@ from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2
-from router.admission import AdmissionController
+from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
+from router.intake import Intake
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
+from router.rate_limit import LocalRateLimiter, RateLimiter, RedisRateLimiter
+from router.reload import reloading
 from router.service import SERVICE_NAME, InferenceServicer
+from router.tenants import Tenants
 from router.tokenizer import Tokenizer, keep_torch_out
 from router.workers import WorkerRegistry
 
@@ -40,23 +46,25 @@ def run_router(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
-    secret = read_salt(config.cache_salt_file)
-    scopes = CacheScopes(secret, read_public_prefixes(config.public_prefixes, tokenizer))
+    scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    admission = AdmissionController(config.max_requests)
-    async with _registry(config) as registry, _index(config) as index:
+    tenants = Tenants(config.tenants)
+    async with _registry(config) as registry, _index(config) as index, _limiter(config) as limiter:
+        admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter)
         observed = RequestMetrics()
         timed = InstrumentedIndex(index, observed)
         dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
-        service = InferenceServicer(config, tokenizer, registry, index, admission, dispatcher, scopes)
+        intake = Intake(config, tokenizer, registry, scopes)
+        service = InferenceServicer(intake, registry, index, admission, dispatcher, tenants)
         service.add_to(server.grpc)
-        read = partial(router_samples, service, admission, index, registry)
+        read = partial(router_samples, service, admission, limiter, index, registry)
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
             readiness = asyncio.create_task(_report_readiness(config, server, registry))
             log.info("listening", address=config.listen)
-            await stop.wait()
+            with reloading(tenants):
+                await stop.wait()
             readiness.cancel()
             await _shut_down(server, admission, config.grace_s)
     tokenizer.close()
@@ -82,6 +90,28 @@ async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
             watch.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await registry.channels.aclose()
+
+
+def _secret(config: RouterConfig) -> bytes:
+    """Of the cache scopes. Tenants never see each other's blocks: without a secret of the operator's there is one of this process."""
+    secret = read_salt(config.cache_salt_file)
+    if config.tenants and not secret:
+        log.info("cache_salt_minted")
+        return secrets.token_bytes(16)
+    return secret
+
+
+@asynccontextmanager
+async def _limiter(config: RouterConfig) -> AsyncIterator[RateLimiter]:
+    limiter: RateLimiter = LocalRateLimiter(mode="local" if config.tenants else "none")
+    if config.tenants and config.redis:
+        limiter = RedisRateLimiter(
+            RedisCalls(config.redis), budget_s=config.limiter_budget_s, num_routers=config.limiter_routers
+        )
+    try:
+        yield limiter
+    finally:
+        await limiter.aclose()
 
 
 @asynccontextmanager

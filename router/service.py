@@ -11,36 +11,31 @@ import grpc
 
 from paceline.core.clock import monotonic
 from paceline.core.errors import (
-    BadStopError,
     DeadlineError,
+    DrainingError,
+    InvariantError,
     NoEndpointError,
     PacelineError,
-    PromptTooLongError,
+    PeerLostError,
 )
-from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec, StopConditions
+from paceline.core.request import RequestId
 from paceline.prefix_index.index import PrefixIndex
 from paceline.runtime.grpc_status import abort_with, as_paceline_error
 from paceline.runtime.log import get_logger
 from paceline.runtime.version import VERSION
-from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_tokenize
 from paceline.v1 import inference_pb2
-from router.admission import AdmissionController
-from router.cache_scopes import CacheScopes
-from router.config import RouterConfig
-from router.job import Job, RequestRunner, Tokens
-from router.output import OutputStream
-from router.timeline import RequestTimeline
-from router.tokenizer import Tokenizer
+from router.admission import AdmissionController, Door
+from router.intake import Call, Intake
+from router.job import RequestRunner, Tokens
+from router.tenants import Tenant, Tenants
 from router.workers import ServedModel, WorkerRegistry
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
-_MAX_BYTES_PER_TOKEN = 16
 _MAX_TOKENIZING = 8
-# A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
-_DEADLINE_MARGIN_S = 0.05
-
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+_OUR_FAULTS = {each.reason for each in (NoEndpointError, DrainingError, PeerLostError, InvariantError)}
 
 log = get_logger()
 
@@ -59,37 +54,26 @@ class _End:
     how: str = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A request that has been taken, and what becomes of it."""
-
-    request: Request
-    job: Job
-    output: OutputStream
-
-
 class InferenceServicer:
     """The public handlers. Generate and Tokenize get raw bytes, so that text that is not UTF-8 has a proper error."""
 
     def __init__(
         self,
-        config: RouterConfig,
-        tokenizer: Tokenizer,
+        intake: Intake,
         registry: WorkerRegistry,
         index: PrefixIndex,
         admission: AdmissionController,
         dispatcher: RequestRunner,
-        scopes: CacheScopes,
+        tenants: Tenants,
     ) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+        self._intake = intake
         self._registry = registry
         self._index = index
         self._admission = admission
         self._dispatcher = dispatcher
-        self._scopes = scopes
+        self._tenants = tenants
         # Requests to tokenise wait in the same line as those to generate.
-        self._tokenizing = AdmissionController(_MAX_TOKENIZING)
+        self._tokenizing = Door(_MAX_TOKENIZING)
         self._num_ended: Counter[str] = Counter()
 
     def stats(self) -> ServiceStats:
@@ -116,8 +100,9 @@ class InferenceServicer:
         request_id, end = RequestId(secrets.token_hex(16)), _End()
         try:
             async with _status_of_errors(context, request_id, end):
-                with self._admission.admit() as position:
-                    call = await self._prepare(raw, request_id, position, context.time_remaining())
+                tenant = self._tenants.of_call(context.invocation_metadata())
+                async with self._admission.admit(tenant, len(raw)) as visit:
+                    call = await self._intake.read(raw, request_id, visit, context.time_remaining())
                     async with aclosing(self._run(call, end)) as responses:
                         async for response in responses:
                             yield response
@@ -127,9 +112,11 @@ class InferenceServicer:
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""
         async with _status_of_errors(context, ""):
-            limits = self._limits(self._require_served())
-            with self._tokenizing.admit():
-                token_ids = await self._tokenizer.aencode(parse_tokenize(raw, limits))
+            tenant = self._tenants.of_call(context.invocation_metadata())
+            limits = self._intake.limits(tenant)
+            with self._tokenizing.enter():
+                await self._admission.charge_request(tenant)
+                token_ids = await self._intake.tokenize(raw, limits)
             return inference_pb2.TokenizeResponse(
                 token_ids=token_ids, max_prompt_tokens=limits.max_prompt_tokens
             )
@@ -137,10 +124,11 @@ class InferenceServicer:
     async def GetServerInfo(self, raw: bytes, context: _Context) -> inference_pb2.GetServerInfoResponse:
         """Says what is served."""
         async with _status_of_errors(context, ""):
-            return self._server_info(self._require_served())
+            tenant = self._tenants.of_call(context.invocation_metadata())
+            return self._server_info(self._intake.require_served(), tenant)
 
-    def _server_info(self, served: ServedModel) -> inference_pb2.GetServerInfoResponse:
-        limits = self._limits(served)
+    def _server_info(self, served: ServedModel, tenant: Tenant) -> inference_pb2.GetServerInfoResponse:
+        limits = self._intake.limits(tenant)
         return inference_pb2.GetServerInfoResponse(
             model_id=served.model_id,
             fingerprint=served.fingerprint.digest().hex(),
@@ -155,35 +143,11 @@ class InferenceServicer:
                 max_stop_chars=limits.max_stop_chars,
             ),
             index_mode=self._index.mode,
-            limiter_mode="none",
+            limiter_mode=self._admission.limiter_mode,
             workers=self._registry.infos(),
         )
 
-    async def _prepare(
-        self, raw: bytes, request_id: RequestId, position: int, time_remaining_s: float | None
-    ) -> _Call:
-        """Everything before the first worker hears of the request; raises what refuses it."""
-        timeline = RequestTimeline()
-        limits = self._limits(self._require_served())
-        request = parse_generate(raw, limits)
-        prompt_ids = await self._tokenizer.aencode(request.prompt)
-        job = self._job(request, request_id, prompt_ids, limits, timeline)
-        if time_remaining_s is not None:
-            job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
-            if job.deadline_s <= monotonic():
-                raise DeadlineError("queued")
-        output = OutputStream(
-            self._tokenizer,
-            request.stopping,
-            timeline,
-            request_id=request_id,
-            num_prompt_tokens=len(prompt_ids),
-            queue_position=position,
-            n=request.n,
-        )
-        return _Call(request, job, output)
-
-    async def _run(self, call: _Call, end: _End) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _run(self, call: Call, end: _End) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         try:
             async with aclosing(self._dispatcher.run(call.job)) as events:
                 async for event in events:
@@ -202,62 +166,8 @@ class InferenceServicer:
             deadline_s = call.job.deadline_s
             if end.how == _End().how and deadline_s is not None and deadline_s <= monotonic():
                 end.how = DeadlineError.reason
+            call.visit.use(_num_used(call, end.how))
             _log_end(call, end.how)
-
-    def _job(
-        self,
-        request: Request,
-        request_id: RequestId,
-        prompt_ids: tuple[int, ...],
-        limits: RequestLimits,
-        timeline: RequestTimeline,
-    ) -> Job:
-        num_prompt = len(prompt_ids)
-        if num_prompt > limits.max_prompt_tokens:
-            raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
-        check_prompt_logprobs(request, num_prompt)
-        num_left = limits.max_model_tokens - num_prompt
-        spec = SequenceSpec(
-            sequence_id=SequenceId(request_id, 0),
-            prompt_ids=prompt_ids,
-            sampling=request.sampling,
-            max_tokens=self._max_tokens(request.stopping, num_prompt, num_left),
-            min_tokens=request.stopping.min_tokens,
-            stop_token_ids=request.stopping.stop_token_ids,
-            ignore_eos=request.stopping.ignore_eos,
-            num_top_logprobs=request.num_top_logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            bypass_cache=request.bypass_cache,
-            cache_scope=self._scopes.scope_of(request.public_prefix, prompt_ids),
-            candidates=tuple(range(request.n)),
-            priority=request.priority,
-        )
-        return Job(spec, None, timeline)
-
-    def _max_tokens(self, stopping: StopConditions, num_prompt: int, num_left: int) -> int:
-        """What was asked for, or the default; raises BadStopError when that does not fit behind the prompt."""
-        for field, number in (("max_tokens", stopping.max_tokens or 0), ("min_tokens", stopping.min_tokens)):
-            if number > num_left:
-                problem = f"is {number}; after this prompt of {num_prompt} tokens {num_left} fit"
-                raise BadStopError(f"stopping.{field}", problem)
-        return stopping.max_tokens or min(max(self._config.default_max_tokens, stopping.min_tokens), num_left)
-
-    def _require_served(self) -> ServedModel:
-        served = self._registry.served
-        if served is None:
-            raise NoEndpointError("no worker is there; start some or wait until they are up")
-        return served
-
-    def _limits(self, served: ServedModel) -> RequestLimits:
-        return RequestLimits(
-            max_model_tokens=served.max_model_tokens,
-            max_output_tokens=served.max_model_tokens - 1,
-            vocab_size=served.vocab_size,
-            # Text of more bytes than this for each token is no text; it would only keep the tokenizer from the others.
-            max_prompt_bytes=min(
-                self._config.max_prompt_bytes, _MAX_BYTES_PER_TOKEN * served.max_model_tokens
-            ),
-        )
 
 
 @asynccontextmanager
@@ -278,13 +188,20 @@ async def _status_of_errors(
         await abort_with(context, as_paceline_error(error))
 
 
-def _log_end(call: _Call, ended: str) -> None:
+def _num_used(call: Call, ended: str) -> int:
+    """The tokens that are charged: a prompt that was begun is, and so are those that the client has; what we broke is not."""
+    num_prompt = 0 if ended in _OUR_FAULTS else len(call.job.spec.prompt_ids)
+    return num_prompt + call.output.num_output_tokens
+
+
+def _log_end(call: Call, ended: str) -> None:
     """One line a request: facts, never text."""
     timeline = call.job.timeline.to_proto()
     log.info(
         "request_done",
         request_id=call.job.spec.sequence_id.request_id,
         client_request_id=call.request.client_request_id[:64],
+        tenant=call.visit.tenant.name,
         ended=ended,
         num_prompt_tokens=len(call.job.spec.prompt_ids),
         num_output_tokens=call.output.num_output_tokens,

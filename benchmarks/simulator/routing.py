@@ -11,7 +11,7 @@ from paceline.core.prefix import PrefixChanges, WorkerKey
 from paceline.core.request import SequenceSpec
 from paceline.engine.engine import EngineStats
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
-from router.admission import AdmissionController
+from router.admission import Door
 from router.assignments import Assignments
 from router.placement import PromptFacts, Route, WorkerView, place
 
@@ -32,14 +32,14 @@ class SimulatedRouter:
         self._prefill = prefill
         self._decode = decode
         # Whatever else the router will come to decide at its door belongs here, beside the bound.
-        self._admission = AdmissionController(spec.max_requests or _NO_BOUND)
+        self._door = Door(spec.max_requests or _NO_BOUND)
         self._assignments = Assignments()
         self._index = MemoryPrefixIndex()
         self._reports: dict[WorkerKey, tuple[float, EngineStats]] = {}
 
     def admit(self, leave: ExitStack) -> None:
         """Holds a place until `leave` is closed; raises what the router would answer."""
-        leave.enter_context(self._admission.admit())
+        leave.enter_context(self._door.enter())
 
     def place(self, spec: SequenceSpec, now_s: float) -> Route:
         """The workers of a request."""

@@ -7,8 +7,12 @@
     │   ├── BadSamplingError           BAD_SAMPLING
     │   └── BadStopError               BAD_STOP
     ├── NotBuiltError              NOT_BUILT: a field whose feature does not exist yet
+    ├── AccessError                who asks may not have this; nothing was computed
+    │   ├── TenantUnknownError         TENANT_UNKNOWN: no API key, or one that nobody has
+    │   └── ScopeForbiddenError        SCOPE_FORBIDDEN: more than the tenant may ask for; a retry does not help
     ├── OverloadedError            come back later; carries retry_after_s
     │   ├── QueueFullError             QUEUE_FULL
+    │   ├── RateLimitedError           RATE_LIMITED: retry_after_s is exact
     │   └── SlowConsumerError          SLOW_CONSUMER
     ├── UnavailableError           nobody can serve this now
     │   ├── NoEndpointError            NO_ENDPOINT
@@ -99,6 +103,29 @@ class NotBuiltError(PacelineError):
         return {"field": self.field}
 
 
+class AccessError(PacelineError):
+    """Whoever asks may not have this."""
+
+
+class TenantUnknownError(AccessError):
+    """There is no API key with the call, or none that a tenant has. The message never shows it."""
+
+    reason = "TENANT_UNKNOWN"
+
+
+class ScopeForbiddenError(AccessError):
+    """The tenant may never have what `field` asks for."""
+
+    reason = "SCOPE_FORBIDDEN"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+
+    def facts(self) -> dict[str, str]:
+        return {"field": self.field}
+
+
 class OverloadedError(PacelineError):
     """There is no room now."""
 
@@ -116,6 +143,25 @@ class QueueFullError(OverloadedError):
     """The router holds as many requests as it may."""
 
     reason = "QUEUE_FULL"
+
+
+class RateLimitedError(OverloadedError):
+    """The tenant's rate is used up; `limit` is "requests" or "tokens". Who waits `retry_after_s` seconds, and lets nobody pass, gets in."""
+
+    reason = "RATE_LIMITED"
+
+    def __init__(self, limit: str, per_minute: int, *, retry_after_s: float) -> None:
+        super().__init__(
+            f"the tenant's rate of {per_minute} {limit} a minute is used up", retry_after_s=retry_after_s
+        )
+        self.limit, self.per_minute = limit, per_minute
+
+    def facts(self) -> dict[str, str]:
+        return {
+            "limit": self.limit,
+            "per_minute": str(self.per_minute),
+            "retry_after_s": f"{self.retry_after_s:g}",
+        }
 
 
 class SlowConsumerError(OverloadedError):

@@ -76,11 +76,14 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
 def router_command(layout: Layout) -> tuple[str, ...]:
     """The router, told where the workers are."""
     tiers = (("--prefill", layout.prefill), ("--decode", layout.decode))
+    tenants = layout.config.tenants
     told = [(flag, ",".join(map(layout.worker_address, workers))) for flag, workers in tiers if workers]
     return (
         *_service(layout, "router"),
         *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
         *("--metrics-port", str(layout.metrics_port("router"))),
+        *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
+        *(("--allow-anonymous",) if layout.config.allow_anonymous else ()),
         *(part for pair in told for part in pair),
     )
 

@@ -13,7 +13,7 @@ from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_serving
+from paceline.runtime.serving import check_open, check_serving
 
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
 
@@ -68,6 +68,8 @@ _DECIDED_HERE = frozenset(
         "disaggregate",
         "metrics_port",
         "pinned_prefixes",
+        "tenants",
+        "allow_anonymous",
     }
 )
 
@@ -139,6 +141,12 @@ class UpConfig:
         0,
         "the router's port for metrics, and those after it for the workers'; 0: any that are free, -1: no metrics",
     )
+    tenants: str | None = option(
+        None, "a TOML file with the tenants, their API keys' hashes and limits; without it there are no keys"
+    )
+    allow_anonymous: bool = option(
+        default=False, text="without --tenants: listen also where other machines reach the router"
+    )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
     log_dir: str | None = option(
@@ -163,6 +171,7 @@ class UpConfig:
             raise ConfigError(
                 f"--metrics-port {self.metrics_port} leaves too few ports for {topology.num_workers} workers"
             )
+        check_open(f"{self.host}:{self.port}", self.tenants, allow_anonymous=self.allow_anonymous)
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:

@@ -7,10 +7,8 @@ The braces put a chain into one slot of a Redis Cluster, so that one script can 
 with the last of its entries; a boot epoch's key lives for seconds. Nothing newer than Redis 7.0 is needed.
 """
 
-import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from paceline.core.block_hash import BlockHash
@@ -18,17 +16,14 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from paceline.prefix_index import scripts
-from paceline.prefix_index.breaker import CircuitBreaker
 from paceline.prefix_index.index import IndexMode, IndexStats, Renewal
-from paceline.prefix_index.redis_client import connect
-from paceline.prefix_index.redis_url import parse_redis_url
+from paceline.prefix_index.redis_calls import NoAnswer, RedisCalls
 
 _BLOCK = "paceline:block:"
 _LIVE = "paceline:live:"
 # A worker renews it every few seconds (paceline/prefix_index/publisher.py).
 _LIVE_S = 15
 _EPOCH = re.compile(rb"[0-9]{1,20}")
-_MAX_CALLS = 16
 
 
 class RedisPrefixIndex:
@@ -49,22 +44,18 @@ class RedisPrefixIndex:
         clock: Clock = monotonic,
     ) -> None:
         self._limit_s = max(limit_s, budget_s)
-        self._client = connect(parse_redis_url(url), timeout_s=self._limit_s, max_connections=_MAX_CALLS)
+        self._calls = RedisCalls(url, limit_s=self._limit_s, pause_s=pause_s, clock=clock)
         # A script of a cluster may read the keys of its own slot alone.
-        self._live_prefix = "" if self._client.is_cluster else _LIVE
+        self._live_prefix = "" if self._calls.client.is_cluster else _LIVE
         self._ttl_s = ttl_s
         self._budget_s = budget_s
-        self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
-        self._slots = asyncio.Semaphore(_MAX_CALLS)
-        # Some have been given up. They end within the limit, and so their connections can be used again.
-        self._calls: set[asyncio.Task[object]] = set()
-        self._num_lookups = self._num_failures = self._num_late = self._num_skipped = 0
+        self._num_lookups = 0
         self._num_lost_entries = self._num_refused_entries = self._num_garbage = 0
 
     @property
     def mode(self) -> IndexMode:
         """What the last calls say: "none" while the breaker holds further ones back."""
-        return "none" if self._breaker.is_open else "redis"
+        return "none" if self._calls.is_away else "redis"
 
     async def publish(self, worker: WorkerKey, entries: Sequence[PrefixEntry]) -> bool:
         """The worker holds these blocks now."""
@@ -77,9 +68,9 @@ class RedisPrefixIndex:
     async def renew(self, worker: WorkerKey) -> Renewal:
         """The worker lives for `_LIVE_S` seconds more."""
         key = f"{_LIVE}{worker.boot_epoch}"
-        call = partial(self._client.commands.set, key, worker.worker_id, ex=_LIVE_S, get=True)
-        reply = await self._answer(call, self._limit_s)
-        if isinstance(reply, _NoAnswer):
+        call = partial(self._calls.client.commands.set, key, worker.worker_id, ex=_LIVE_S, get=True)
+        reply = await self._calls.answer(call, self._limit_s)
+        if isinstance(reply, NoAnswer):
             return "failed"
         return "known" if reply == worker.worker_id.encode() else "forgotten"
 
@@ -89,29 +80,22 @@ class RedisPrefixIndex:
             return {}
         self._num_lookups += 1
         keys = _keys(hashes[0], hashes)
-        call = partial(
-            self._client.commands.execute_command, "EVAL", scripts.LOOKUP, len(keys), *keys, self._live_prefix
-        )
-        reply = await self._answer(call, self._budget_s)
-        return {} if isinstance(reply, _NoAnswer) else self._holders(reply, len(hashes))
+        call = partial(self._calls.run_script, scripts.LOOKUP, keys, [self._live_prefix])
+        reply = await self._calls.answer(call, self._budget_s)
+        return {} if isinstance(reply, NoAnswer) else self._holders(reply, len(hashes))
 
     async def aclose(self) -> None:
         """Gives up what is under way, and closes the connections."""
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
-        with suppress(Exception):
-            async with asyncio.timeout(self._limit_s):
-                await self._client.aclose()
+        await self._calls.aclose()
 
     def stats(self) -> IndexStats:
         """What happened so far."""
+        calls = self._calls.stats()
         return IndexStats(
             num_lookups=self._num_lookups,
-            num_failures=self._num_failures,
-            num_late=self._num_late,
-            num_skipped=self._num_skipped,
+            num_failures=calls.num_failures,
+            num_late=calls.num_late,
+            num_skipped=calls.num_skipped,
             num_lost_entries=self._num_lost_entries,
             num_refused_entries=self._num_refused_entries,
             num_garbage=self._num_garbage,
@@ -123,8 +107,10 @@ class RedisPrefixIndex:
         """Runs the script once for each chain, all in one round trip."""
         if not entries:
             return True
-        reply = await self._answer(partial(self._run, worker, entries, script, arguments), self._limit_s)
-        if isinstance(reply, _NoAnswer):
+        reply = await self._calls.answer(
+            partial(self._run, worker, entries, script, arguments), self._limit_s
+        )
+        if isinstance(reply, NoAnswer):
             self._num_lost_entries += len(entries)
             return False
         counts = reply if isinstance(reply, list) else []
@@ -134,39 +120,12 @@ class RedisPrefixIndex:
     async def _run(
         self, worker: WorkerKey, entries: Sequence[PrefixEntry], script: str, arguments: tuple[int, ...]
     ) -> object:
-        pipeline = self._client.commands.pipeline(transaction=False)
+        pipeline = self._calls.client.commands.pipeline(transaction=False)
         for chain in _chains(entries):
             keys = _keys(chain[0].head_hash, [entry.block_hash for entry in chain])
             values = [f"{worker.boot_epoch}:{entry.block_id}" for entry in chain]
             pipeline.execute_command("EVAL", script, len(keys), *keys, worker.worker_id, *arguments, *values)
         return await pipeline.execute()
-
-    async def _answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> "object | _NoAnswer":
-        """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long."""
-        if not self._breaker.allows_call():
-            self._num_skipped += 1
-            return _NoAnswer()
-        task = asyncio.create_task(self._limited(call))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        # What has arrived by then is read before the timer is looked at: our own standstill is not the server's delay.
-        await asyncio.wait({task}, timeout=budget_s)
-        reply = task.result() if task.done() and not task.cancelled() else _NoAnswer()
-        if isinstance(reply, _NoAnswer):
-            self._num_late += not task.done()
-            self._num_failures += 1
-            self._breaker.record_failure()
-        else:
-            self._breaker.record_success()
-        return reply
-
-    async def _limited(self, call: Callable[[], Awaitable[object]]) -> "object | _NoAnswer":
-        """The call to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
-        try:
-            async with asyncio.timeout(self._limit_s), self._slots:
-                return await call()
-        except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
-            return _NoAnswer()
 
     def _holders(self, reply: object, num_asked: int) -> dict[WorkerKey, int]:
         """Who holds how much; what no worker of ours wrote is counted and left out."""
@@ -182,10 +141,6 @@ class RedisPrefixIndex:
             else:
                 self._num_garbage += 1
         return holders
-
-
-class _NoAnswer:
-    """Stands for the answer of a call that has none: None is one."""
 
 
 def _chains(entries: Iterable[PrefixEntry]) -> Iterable[list[PrefixEntry]]:

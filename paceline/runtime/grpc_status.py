@@ -19,6 +19,8 @@ _CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.NotBuiltError, grpc.StatusCode.UNIMPLEMENTED),
     (errors.UnsupportedModelError, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.TenantUnknownError, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.AccessError, grpc.StatusCode.PERMISSION_DENIED),
     (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),

@@ -64,6 +64,19 @@ REQUESTS = Metric("paceline_requests_total", "counter", "Requests that have ende
 REQUESTS_ACTIVE = Metric("paceline_requests_active", "gauge", "Requests under way.")
 REQUESTS_ADMITTED = Metric("paceline_requests_admitted_total", "counter", "Requests taken at the door.")
 REQUESTS_REFUSED = Metric("paceline_requests_refused_total", "counter", "Requests refused for want of room.")
+REQUEST_BYTES = Metric("paceline_request_bytes", "gauge", "Bytes of the requests under way.")
+LIMITER_MODE = Metric(
+    "paceline_limiter_mode", "gauge", "1 for who counts tenants' rates now, 0 for the others.", ("mode",)
+)
+LIMITER_FAILURES = Metric(
+    "paceline_limiter_failures_total", "counter", "Questions about rates that Redis did not answer in time."
+)
+LIMITER_SKIPPED = Metric(
+    "paceline_limiter_skipped_total", "counter", "Those that were not asked, since it kept failing."
+)
+LIMITER_STRICT = Metric(
+    "paceline_limiter_strict_total", "counter", "Those that were answered by this router's share of the rate."
+)
 ATTEMPTS = Metric(
     "paceline_attempts_total",
     "counter",

@@ -1,5 +1,6 @@
-"""The rules of the settings that say how a model is served, for a worker and for whoever starts workers."""
+"""The rules of the settings that say how a model is served and to whom, for a service and for whoever starts it."""
 
+import ipaddress
 from typing import Protocol
 
 from paceline.core.errors import ConfigError
@@ -56,3 +57,29 @@ def check_serving(settings: Serving) -> None:
     if settings.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
     MemorySize.parse(settings.kv_memory, "--kv-memory")
+
+
+def check_open(listen: str, tenants: str | None, *, allow_anonymous: bool) -> None:
+    """Raises ConfigError for a door that is open to other machines and asks nobody for a key, unless that is what was asked for."""
+    if tenants and allow_anonymous:
+        raise ConfigError(
+            "--allow-anonymous contradicts --tenants, with which each call needs a key; leave one out"
+        )
+    if not tenants and not allow_anonymous and not _is_private(listen):
+        raise ConfigError(
+            f"on {listen} others than this machine can reach the server, and without keys it serves everybody; "
+            "name its tenants with --tenants, or say --allow-anonymous"
+        )
+
+
+def _is_private(listen: str) -> bool:
+    """Whether nobody but this machine reaches an address."""
+    if listen.startswith(("unix:", "unix-abstract:")):
+        return True
+    host = listen.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -63,6 +63,11 @@ def test_facts_are_text_that_the_message_shows_too(error: PacelineError) -> None
         (errors.BadSamplingError("top_p", "is 0"), {"field": "top_p"}),
         (errors.BadStopError("stop", "is empty"), {"field": "stop"}),
         (errors.NotBuiltError("logprobs", "later"), {"field": "logprobs"}),
+        (errors.ScopeForbiddenError("priority", "is for others"), {"field": "priority"}),
+        (
+            errors.RateLimitedError("tokens", 6000, retry_after_s=2.5),
+            {"limit": "tokens", "per_minute": "6000", "retry_after_s": "2.5"},
+        ),
         (errors.DeadlineError("transfer"), {"phase": "transfer"}),
         (errors.KvChecksumError(3), {"ordinal": "3"}),
         (errors.FingerprintMismatchError("dtype", "a", "b"), {"field": "dtype", "ours": "a", "theirs": "b"}),

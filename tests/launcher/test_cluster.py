@@ -112,7 +112,9 @@ def test_a_port_for_metrics_that_is_taken_is_refused() -> None:
 @pytest.mark.parametrize(("host", "there"), [("0.0.0.0", "127.0.0.1:9"), ("::", "[::1]:9")])
 def test_where_to_scrape_a_router_that_listens_everywhere(host: str, there: str) -> None:
     """On loopback, as it is called; its workers are on loopback anyway."""
-    layout = replace(_layout(UpConfig(host=host)), metrics_ports={"router": 9, "decode-0": 10})
+    layout = replace(
+        _layout(UpConfig(host=host, allow_anonymous=True)), metrics_ports={"router": 9, "decode-0": 10}
+    )
     assert layout.metrics_addresses == {"router": there, "decode-0": "127.0.0.1:10"}
 
 
@@ -138,7 +140,7 @@ def test_the_config_file_goes_on_to_every_service() -> None:
 )
 def test_the_address_to_call(host: str, listens: str, called: str) -> None:
     """A router that listens everywhere is called on loopback."""
-    layout = _layout(UpConfig(host=host))
+    layout = _layout(UpConfig(host=host, allow_anonymous=True))
     assert (layout.router_address, layout.local_router_address) == (listens, called)
 
 

@@ -100,7 +100,7 @@ async def test_a_slow_connection_is_late_once(tmp_path: Path) -> None:
         until(client, "PING -> True")
         index = RedisPrefixIndex(f"redis://127.0.0.1:{port}", budget_s=1e-9, limit_s=30.0)
         assert await index.lookup(FIRST) == {}
-        await asyncio.wait(index._calls)
+        await asyncio.wait(index._calls.under_way)
         assert client.info("clients")["connected_clients"] == 2
         await index.aclose()
         client.close()

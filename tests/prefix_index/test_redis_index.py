@@ -216,7 +216,7 @@ async def test_a_late_answer_costs_the_budget_and_not_the_connection(embedded_re
     assert await index.lookup(HASHES) == {}
     assert (index.stats().num_late, index.stats().num_failures) == (1, 1)
     embedded_redis.resume()
-    await asyncio.wait(index._calls)
+    await asyncio.wait(index._calls.under_way)
     async with Redis.from_url(embedded_redis.url) as table:
         before = int((await table.info("stats"))["total_connections_received"])
         # However late this machine makes it: it is one connection.

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from router.tokenizer import Tokenizer
+from tests.prefix_index.conftest import embedded_redis
 from tests.tiny_model import write_byte_fallback_tokenizer
+
+__all__ = ["embedded_redis"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,98 @@
+"""Calls of Redis that never make their caller wait for long: each has a budget, and a breaker stops asking what keeps failing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from paceline.core.clock import Clock, monotonic
+from paceline.prefix_index.breaker import CircuitBreaker
+from paceline.prefix_index.redis_client import RedisClient, connect
+from paceline.prefix_index.redis_url import parse_redis_url
+
+_MAX_CALLS = 16
+
+
+class NoAnswer:
+    """Stands for the answer of a call that has none: None is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStats:
+    """Counts since the start: calls that failed or missed their budget, those that missed it, and calls not made at all."""
+
+    num_failures: int
+    num_late: int
+    num_skipped: int
+
+
+class RedisCalls:
+    """Calls of the Redis at a URL of one of the forms of `paceline/prefix_index/redis_url.py`. Raises ConfigError for a bad URL.
+
+    No call lasts longer than `limit_s`, whether or not somebody still waits for it.
+    """
+
+    def __init__(
+        self, url: str, *, limit_s: float = 1.0, pause_s: float = 1.0, clock: Clock = monotonic
+    ) -> None:
+        self.limit_s = limit_s
+        self.client: RedisClient = connect(
+            parse_redis_url(url), timeout_s=limit_s, max_connections=_MAX_CALLS
+        )
+        self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
+        self._slots = asyncio.Semaphore(_MAX_CALLS)
+        # Some have been given up. They end within the limit, and so their connections can be used again.
+        self.under_way: set[asyncio.Task[object]] = set()
+        self._num_failures = self._num_late = self._num_skipped = 0
+
+    @property
+    def is_away(self) -> bool:
+        """What the last calls say: whether the breaker holds further ones back."""
+        return self._breaker.is_open
+
+    async def answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> object | NoAnswer:
+        """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long."""
+        if not self._breaker.allows_call():
+            self._num_skipped += 1
+            return NoAnswer()
+        task = asyncio.create_task(self._limited(call))
+        self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
+        # What has arrived by then is read before the timer is looked at: our own standstill is not the server's delay.
+        await asyncio.wait({task}, timeout=budget_s)
+        reply = task.result() if task.done() and not task.cancelled() else NoAnswer()
+        if isinstance(reply, NoAnswer):
+            self._num_late += not task.done()
+            self._num_failures += 1
+            self._breaker.record_failure()
+        else:
+            self._breaker.record_success()
+        return reply
+
+    async def run_script(
+        self, script: str, keys: Sequence[str | bytes], arguments: Sequence[str | int | bytes]
+    ) -> object:
+        """One atomic step; for `answer`."""
+        return await self.client.commands.execute_command("EVAL", script, len(keys), *keys, *arguments)
+
+    async def aclose(self) -> None:
+        """Gives up what is under way, and closes the connections."""
+        for call in self.under_way:
+            call.cancel()
+        if self.under_way:
+            await asyncio.wait(self.under_way)
+        with suppress(Exception):
+            async with asyncio.timeout(self.limit_s):
+                await self.client.aclose()
+
+    def stats(self) -> CallStats:
+        """What happened so far."""
+        return CallStats(self._num_failures, self._num_late, self._num_skipped)
+
+    async def _limited(self, call: Callable[[], Awaitable[object]]) -> object | NoAnswer:
+        """The call to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
+        try:
+            async with asyncio.timeout(self.limit_s), self._slots:
+                return await call()
+        except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
+            return NoAnswer()

@@ -1,0 +1,136 @@
+"""What a client sends becomes work for the workers here, or is refused: parsed, tokenised, measured against all limits."""
+
+from dataclasses import dataclass
+
+from paceline.core.clock import monotonic
+from paceline.core.errors import BadStopError, DeadlineError, NoEndpointError, PromptTooLongError
+from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec, StopConditions
+from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_tokenize
+from router.admission import Visit
+from router.cache_scopes import CacheScopes
+from router.config import RouterConfig
+from router.job import Job
+from router.output import OutputStream
+from router.tenants import Tenant
+from router.timeline import RequestTimeline
+from router.tokenizer import Tokenizer
+from router.workers import ServedModel, WorkerRegistry
+
+_MAX_BYTES_PER_TOKEN = 16
+# A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
+_DEADLINE_MARGIN_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that has been taken, and what becomes of it."""
+
+    request: Request
+    job: Job
+    output: OutputStream
+    visit: Visit
+
+
+class Intake:
+    """Knows the model's limits, the tokenizer and whose blocks may be shared; it owns nothing."""
+
+    def __init__(
+        self, config: RouterConfig, tokenizer: Tokenizer, registry: WorkerRegistry, scopes: CacheScopes
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._registry = registry
+        self._scopes = scopes
+
+    async def read(
+        self, raw: bytes, request_id: RequestId, visit: Visit, time_remaining_s: float | None
+    ) -> Call:
+        """Everything before the first worker hears of the request; raises what refuses it."""
+        timeline = RequestTimeline()
+        limits = self.limits(visit.tenant)
+        request = parse_generate(raw, limits)
+        visit.tenant.require_priority(request.priority)
+        prompt_ids = await self._tokenizer.aencode(request.prompt)
+        job = self._job(request, request_id, prompt_ids, limits, timeline, visit.tenant)
+        if time_remaining_s is not None:
+            job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
+            if job.deadline_s <= monotonic():
+                raise DeadlineError("queued")
+        output = OutputStream(
+            self._tokenizer,
+            request.stopping,
+            timeline,
+            request_id=request_id,
+            num_prompt_tokens=len(prompt_ids),
+            queue_position=visit.position,
+            n=request.n,
+        )
+        # Last of all: what is refused above costs no tokens.
+        await visit.reserve(len(prompt_ids) + request.n * job.spec.max_tokens)
+        return Call(request, job, output, visit)
+
+    async def tokenize(self, raw: bytes, limits: RequestLimits) -> tuple[int, ...]:
+        """The tokens of a TokenizeRequest's bytes; raises InvalidRequestError."""
+        return await self._tokenizer.aencode(parse_tokenize(raw, limits))
+
+    def limits(self, tenant: Tenant) -> RequestLimits:
+        """What a request of this tenant may ask for; raises NoEndpointError while no worker is known."""
+        served = self.require_served()
+        most = served.max_model_tokens - 1
+        return RequestLimits(
+            max_model_tokens=served.max_model_tokens,
+            max_output_tokens=min(most, tenant.max_output_tokens or most),
+            vocab_size=served.vocab_size,
+            # Text of more bytes than this for each token is no text; it would only keep the tokenizer from the others.
+            max_prompt_bytes=min(
+                self._config.max_prompt_bytes, _MAX_BYTES_PER_TOKEN * served.max_model_tokens
+            ),
+        )
+
+    def require_served(self) -> ServedModel:
+        """What the workers serve; raises NoEndpointError while none is known."""
+        served = self._registry.served
+        if served is None:
+            raise NoEndpointError("no worker is there; start some or wait until they are up")
+        return served
+
+    def _job(
+        self,
+        request: Request,
+        request_id: RequestId,
+        prompt_ids: tuple[int, ...],
+        limits: RequestLimits,
+        timeline: RequestTimeline,
+        tenant: Tenant,
+    ) -> Job:
+        num_prompt = len(prompt_ids)
+        if num_prompt > limits.max_prompt_tokens:
+            raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
+        check_prompt_logprobs(request, num_prompt)
+        num_left = limits.max_model_tokens - num_prompt
+        spec = SequenceSpec(
+            sequence_id=SequenceId(request_id, 0),
+            prompt_ids=prompt_ids,
+            sampling=request.sampling,
+            max_tokens=self._max_tokens(request.stopping, num_prompt, num_left, limits.max_output_tokens),
+            min_tokens=request.stopping.min_tokens,
+            stop_token_ids=request.stopping.stop_token_ids,
+            ignore_eos=request.stopping.ignore_eos,
+            num_top_logprobs=request.num_top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            bypass_cache=request.bypass_cache,
+            cache_scope=self._scopes.scope_of(request.public_prefix, prompt_ids, tenant.name),
+            candidates=tuple(range(request.n)),
+            priority=request.priority,
+            tenant=tenant.name,
+        )
+        return Job(spec, None, timeline)
+
+    def _max_tokens(self, stopping: StopConditions, num_prompt: int, num_left: int, most: int) -> int:
+        """What was asked for, or the default; raises BadStopError when that does not fit behind the prompt."""
+        for field, number in (("max_tokens", stopping.max_tokens or 0), ("min_tokens", stopping.min_tokens)):
+            if number > num_left:
+                problem = f"is {number}; after this prompt of {num_prompt} tokens {num_left} fit"
+                raise BadStopError(f"stopping.{field}", problem)
+        default = max(self._config.default_max_tokens, stopping.min_tokens)
+        return stopping.max_tokens or min(default, num_left, most)
