@@ -45,10 +45,10 @@ def run_router(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
+    tenants = Tenants(config.tenants)
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
     scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    tenants = Tenants(config.tenants)
     async with _registry(config) as registry, _index(config) as index, _limiter(config) as limiter:
         admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter)
         observed = RequestMetrics()

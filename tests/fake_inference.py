@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.core.errors import PacelineError, PromptTooLongError, QueueFullError
+from paceline.core.errors import PacelineError, PromptTooLongError, QueueFullError, TenantUnknownError
 from paceline.runtime.grpc_status import abort_with
 from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
@@ -17,6 +17,7 @@ from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 ENDLESS = "endless"  # one word, then silence until the call is cancelled
 FLOOD = "flood"  # words without end
 TOO_LONG = "too long"
+NO_KEY = "no key"
 FULL = "full"
 
 # Of a prompt whose log probabilities are asked for.
@@ -29,6 +30,7 @@ PROMPT_LOGPROBS = [
 
 _ERRORS: dict[str, PacelineError] = {
     TOO_LONG: PromptTooLongError(limit=4096, given=5120),
+    NO_KEY: TenantUnknownError("this API key is not known"),
     FULL: QueueFullError("the queue is full", retry_after_s=1.5),
 }
 
@@ -39,6 +41,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.address = ""
         self.requests: list[inference_pb2.GenerateRequest] = []
+        # What each call said of its key; None: nothing.
+        self.keys: list[str | bytes | None] = []
         self.cancelled = asyncio.Event()
 
     async def Generate(  # noqa: N802 - the contract's name
@@ -46,6 +50,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Accepted, PrefillDone, a delta for each word, Finish."""
         self.requests.append(request)
+        self._note_key(context)
         prompt = _last_words(request)
         if prompt in _ERRORS:
             await abort_with(context, _ERRORS[prompt])
@@ -63,6 +68,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> inference_pb2.TokenizeResponse:
         """One id a byte of the text, one a message of the chat."""
+        self._note_key(context)
         ids = request.text.encode() or range(len(request.chat.messages))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_prompt_tokens=100)
 
@@ -70,7 +76,11 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> inference_pb2.GetServerInfoResponse:
         """A name."""
+        self._note_key(context)
         return inference_pb2.GetServerInfoResponse(model_id="fake-model")
+
+    def _note_key(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        self.keys.append(dict(context.invocation_metadata() or ()).get("authorization"))
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from paceline.v1 import inference_pb2
-from tests.fake_inference import ENDLESS, FLOOD, FULL, TOO_LONG, FakeInference
+from tests.fake_inference import ENDLESS, FLOOD, FULL, NO_KEY, TOO_LONG, FakeInference
 
 Answer = tuple[int, str, str]
 
@@ -263,3 +263,26 @@ async def test_candidates_are_shown_one_after_the_other(fake_inference: FakeInfe
     status, out, _ = await _run(*asking, "--json")
     assert status == 0
     assert [found["text"] for found in json.loads(out)] == ["one two", "one two 1"]
+
+
+async def test_a_key_comes_from_the_environment_or_a_flag(
+    fake_inference: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag wins; without either nothing is said of a key."""
+    generate = ("generate", "one", "--address", fake_inference.address)
+    await _run(*generate)
+    monkeypatch.setenv("PACELINE_API_KEY", "key-1")
+    await _run(*generate)
+    await _run(*generate, "--api-key", "key-2")
+    await _run("chat", "--address", fake_inference.address, given=b"one\n")
+    assert fake_inference.keys == [None, "Bearer key-1", "Bearer key-2", "Bearer key-1", "Bearer key-1"]
+
+
+async def test_who_has_no_key_hears_how_to_give_one(fake_inference: FakeInference) -> None:
+    """In one line; and what cannot be a key is refused at once, unseen."""
+    status, _, err = await _run("generate", NO_KEY, "--address", fake_inference.address)
+    assert (status, "PACELINE_API_KEY" in err, err.count("\n")) == (1, True, 1)
+    status, _, err = await _run("generate", "one", "--api-key", "not a key")
+    assert status == 2
+    assert "API key" in err
+    assert "not a key" not in err

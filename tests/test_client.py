@@ -236,3 +236,24 @@ async def test_one_answer_cannot_be_several(client: PacelineClient, fake_inferen
     assert fake_inference.requests == []
     assert [completion.text for completion in await client.generate_texts("a")] == ["a"]
     assert not fake_inference.requests[0].HasField("n")
+
+
+async def test_a_key_goes_with_each_call(fake_inference: FakeInference) -> None:
+    """As `authorization: Bearer`; a client without one says nothing of it."""
+    async with (
+        PacelineClient(fake_inference.address, api_key="key-1") as keyed,
+        PacelineClient(fake_inference.address) as plain,
+    ):
+        for client in (keyed, plain):
+            await client.generate_text("one")
+            await client.tokenize("one")
+            await client.server_info()
+    assert fake_inference.keys == ["Bearer key-1"] * 3 + [None] * 3
+
+
+@pytest.mark.parametrize("key", ["two words", "line\n", "clé"])
+async def test_what_cannot_be_a_key_is_refused_and_not_shown(key: str) -> None:
+    """Before anything is sent; a header could not carry it."""
+    with pytest.raises(ValueError, match="API key") as caught:
+        PacelineClient("127.0.0.1:1", api_key=key)
+    assert key not in str(caught.value)

@@ -123,6 +123,14 @@ def test_a_tier_without_workers_is_left_out() -> None:
     assert "--prefill" not in router_command(_layout(UpConfig(topology="0P1D")))
 
 
+def test_the_router_alone_hears_of_tenants() -> None:
+    """It is told the file, or that everybody may come; workers know no keys."""
+    layout = _layout(UpConfig(tenants="t.toml"))
+    assert _flags(router_command(layout))["--tenants"] == str(Path("t.toml").resolve())
+    assert "--tenants" not in worker_command(layout, "decode-0")
+    assert "--allow-anonymous" in router_command(_layout(UpConfig(allow_anonymous=True)))
+
+
 def test_the_config_file_goes_on_to_every_service() -> None:
     """Services read their own sections of the file that the launcher was given."""
     layout = _layout(UpConfig(config="c.toml"))

@@ -43,6 +43,14 @@ def test_a_topology_without_sense_is_refused(text: str, why: str) -> None:
         Topology.parse(text)
 
 
+def test_a_door_to_the_network_needs_tenants_or_a_word() -> None:
+    """Refused before anything is started."""
+    with pytest.raises(ConfigError, match="--allow-anonymous"):
+        UpConfig(host="0.0.0.0")
+    UpConfig(host="0.0.0.0", allow_anonymous=True)
+    UpConfig(host="0.0.0.0", tenants="t.toml")
+
+
 def test_always_disaggregating_needs_a_prefill_worker() -> None:
     """Settings that contradict each other are refused before anything starts."""
     with pytest.raises(ConfigError, match="needs a prefill worker"):
