@@ -1,20 +1,18 @@
 """Decides at the door whether a request is taken: whether there is room for one more, and whether its tenant may have it now.
 
-Room, and what a tenant has under way, are this router's own; rates are counted by a `RateLimiter`, for all routers.
+Room is this router's own; rates, and what a tenant has under way, are counted by a `RateLimiter` and by `Slots`, for all routers.
 """
 
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from paceline.core.errors import DrainingError, QueueFullError, RateLimitedError, ScopeForbiddenError
 from router.rate_limit import Grant, LimiterMode, Rate, RateLimiter
+from router.slots import RETRY_AFTER_S, Slots
 from router.tenants import Tenant
 
-# Nothing measures yet how soon a place becomes free; a second is long against a step and short for a person.
-_RETRY_AFTER_S = 1.0
 _NO_BOUND = 1 << 62
 _ONE_REQUEST = 1
 
@@ -74,7 +72,7 @@ class Door:
             problem = f"the requests under way have {self._num_bytes} bytes, and no more are taken"
         if problem:
             self._num_refused += 1
-            raise QueueFullError(problem, retry_after_s=_RETRY_AFTER_S)
+            raise QueueFullError(problem, retry_after_s=RETRY_AFTER_S)
 
 
 class Visit:
@@ -128,10 +126,10 @@ class Visit:
 class AdmissionController:
     """Owned by the router's event loop."""
 
-    def __init__(self, door: Door, limiter: RateLimiter) -> None:
+    def __init__(self, door: Door, limiter: RateLimiter, slots: Slots) -> None:
         self._door = door
         self._limiter = limiter
-        self._num_under_way: Counter[str] = Counter()
+        self._slots = slots
 
     @asynccontextmanager
     async def admit(self, tenant: Tenant, num_bytes: int) -> AsyncIterator[Visit]:
@@ -139,12 +137,13 @@ class AdmissionController:
 
         Raises DrainingError, QueueFullError or RateLimitedError; whoever is refused for want of room is not charged.
         """
-        with self._door.enter(num_bytes) as position, self._one_more(tenant):
-            visit = Visit(position, tenant, self._limiter, await self.charge_request(tenant))
-            try:
-                yield visit
-            finally:
-                visit.settle()
+        with self._door.enter(num_bytes) as position:
+            async with self._slot(tenant):
+                visit = Visit(position, tenant, self._limiter, await self.charge_request(tenant))
+                try:
+                    yield visit
+                finally:
+                    visit.settle()
 
     async def charge_request(self, tenant: Tenant) -> Grant | None:
         """Counts a request against the tenant's rate, and gives the grant if there is a rate; raises RateLimitedError."""
@@ -168,21 +167,10 @@ class AdmissionController:
         """A picture of now."""
         return self._door.stats()
 
-    @contextmanager
-    def _one_more(self, tenant: Tenant) -> Iterator[None]:
-        num, most = self._num_under_way[tenant.name], tenant.max_concurrent
-        if most is not None and num >= most:
-            raise QueueFullError(
-                f"{num} requests of this tenant are under way, and it may have {most}",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self._num_under_way[tenant.name] += 1
-        try:
-            yield
-        finally:
-            self._num_under_way[tenant.name] -= 1
-            if not self._num_under_way[tenant.name]:
-                del self._num_under_way[tenant.name]
+    def _slot(self, tenant: Tenant) -> AbstractAsyncContextManager[None]:
+        if tenant.max_concurrent is None:
+            return nullcontext()
+        return self._slots.hold(tenant.name, tenant.max_concurrent)
 
 
 def _bucket(tenant: Tenant, unit: str) -> str:

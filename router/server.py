@@ -26,6 +26,7 @@ from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMet
 from router.rate_limit import LocalRateLimiter, RateLimiter, RedisRateLimiter
 from router.reload import reloading
 from router.service import SERVICE_NAME, InferenceServicer
+from router.slots import LocalSlots, RedisSlots, Slots
 from router.tenants import Tenants
 from router.tokenizer import Tokenizer, keep_torch_out
 from router.workers import WorkerRegistry
@@ -49,8 +50,8 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
     scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    async with _registry(config) as registry, _index(config) as index, _limiter(config) as limiter:
-        admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter)
+    async with _registry(config) as registry, _index(config) as index, _counters(config) as (limiter, slots):
+        admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter, slots)
         observed = RequestMetrics()
         timed = InstrumentedIndex(index, observed)
         dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
@@ -102,15 +103,21 @@ def _secret(config: RouterConfig) -> bytes:
 
 
 @asynccontextmanager
-async def _limiter(config: RouterConfig) -> AsyncIterator[RateLimiter]:
-    limiter: RateLimiter = LocalRateLimiter(mode="local" if config.tenants else "none")
-    if config.tenants and config.redis:
-        limiter = RedisRateLimiter(
-            RedisCalls(config.redis), budget_s=config.limiter_budget_s, num_routers=config.limiter_routers
-        )
+async def _counters(config: RouterConfig) -> AsyncIterator[tuple[RateLimiter, Slots]]:
+    """Who counts what tenants take: all routers together in Redis, or this one."""
+    if not (config.tenants and config.redis):
+        yield LocalRateLimiter(mode="local" if config.tenants else "none"), LocalSlots()
+        return
+    calls, budget_s, num_routers = RedisCalls(config.redis), config.limiter_budget_s, config.limiter_routers
+    limiter = RedisRateLimiter(calls, budget_s=budget_s, num_routers=num_routers)
+    slots = RedisSlots(calls, budget_s=budget_s, num_routers=num_routers)
+    keeping = asyncio.create_task(slots.keep())
     try:
-        yield limiter
+        yield limiter, slots
     finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await slots.aclose()
         await limiter.aclose()
 
 

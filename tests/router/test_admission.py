@@ -10,6 +10,7 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import DrainingError, QueueFullError, RateLimitedError, ScopeForbiddenError
 from router.admission import AdmissionController, Door, Visit
 from router.rate_limit import LocalRateLimiter, Rate
+from router.slots import LocalSlots
 from router.tenants import Tenant
 
 ACME = Tenant(name="acme", requests=Rate(60, 2), tokens=Rate(6000, 100))
@@ -20,7 +21,8 @@ class Admission:
 
     def __init__(self, max_requests: int = 100, max_bytes: int = 1 << 20) -> None:
         self.clock = ManualClock(1000.0)
-        self.controller = AdmissionController(Door(max_requests, max_bytes), LocalRateLimiter(self.clock))
+        door, limiter = Door(max_requests, max_bytes), LocalRateLimiter(self.clock)
+        self.controller = AdmissionController(door, limiter, LocalSlots())
 
     @asynccontextmanager
     async def visit(self, tenant: Tenant = ACME, num_tokens: int = 0, used: int = 0) -> AsyncIterator[Visit]:

@@ -1,0 +1,160 @@
+"""How many requests of a tenant are under way: at this router, or at all of them by leases in Redis that end with their router."""
+
+import asyncio
+import itertools
+import secrets
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+from paceline.core.clock import Clock, monotonic
+from paceline.core.errors import QueueFullError
+from paceline.prefix_index.redis_calls import RedisCalls
+
+# Nothing measures yet how soon a place becomes free; a second is long against a step and short for a person.
+RETRY_AFTER_S = 1.0
+# What a router that is lost held comes back so long after it last said that it lives.
+LEASE_S = 30
+_RENEW_S = 10.0
+_KEY = "paceline:slots:"
+
+# KEYS: a tenant's slots, each with the microsecond of the server's clock at which it ends. ARGV: a new slot, how many there may be,
+# the seconds of a lease, and slots that are let go first. Gives 1 when it was taken, else 0.
+TAKE = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for i = 4, #ARGV do redis.call('ZREM', KEYS[1], ARGV[i]) end
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[3] * 1000000, ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+# ARGV: the seconds of a lease, how many slots are let go, those, and then those that are held for as long again. What the
+# server has lost meanwhile is there again.
+KEEP = """
+local time = redis.call('TIME')
+local ends = tonumber(time[1]) * 1000000 + tonumber(time[2]) + ARGV[1] * 1000000
+local first_held = 3 + ARGV[2]
+for i = 3, first_held - 1 do redis.call('ZREM', KEYS[1], ARGV[i]) end
+for i = first_held, #ARGV do redis.call('ZADD', KEYS[1], ends, ARGV[i]) end
+if #ARGV >= first_held then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
+return 1
+"""
+
+
+class Slots(Protocol):
+    """Bounds how many requests of a tenant are under way."""
+
+    def hold(self, tenant: str, most: int) -> AbstractAsyncContextManager[None]:
+        """Holds a slot until the end of the block; raises QueueFullError when `most` are held."""
+
+
+class LocalSlots:
+    """Of one router."""
+
+    def __init__(self) -> None:
+        self._num_held: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def hold(self, tenant: str, most: int) -> AsyncIterator[None]:
+        """See Slots."""
+        if self._num_held[tenant] >= most:
+            raise _full(most)
+        self._num_held[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_held[tenant] -= 1
+            if not self._num_held[tenant]:
+                del self._num_held[tenant]
+
+
+class RedisSlots:
+    """Of all routers. While Redis is away each gives its share, and one at least. `keep` has to run meanwhile."""
+
+    def __init__(
+        self, calls: RedisCalls, *, budget_s: float, num_routers: int, clock: Clock = monotonic
+    ) -> None:
+        self._calls = calls
+        self._budget_s = budget_s
+        self._num_routers = num_routers
+        self._clock = clock
+        self._router, self._numbers = secrets.token_hex(8), itertools.count()
+        self._held: defaultdict[str, set[str]] = defaultdict(set)
+        # Until Redis has heard of them. Whoever comes next says it too: a tenant that asks once more is not refused for its last request.
+        self._released: defaultdict[str, set[str]] = defaultdict(set)
+        self._has_released = asyncio.Event()
+        self._next_renewal_s = clock() + _RENEW_S
+
+    @asynccontextmanager
+    async def hold(self, tenant: str, most: int) -> AsyncIterator[None]:
+        """See Slots."""
+        slot = f"{self._router}:{next(self._numbers)}"
+        arguments = [slot, most, LEASE_S, *self._released.get(tenant, ())]
+        taking = partial(self._calls.run_script, TAKE, [_KEY + tenant], arguments)
+        reply: object = None
+        try:
+            reply = await self._calls.answer(taking, self._budget_s)
+            if reply == 0 or (reply != 1 and not self._has_share(tenant, most)):
+                raise _full(most)
+            self._held[tenant].add(slot)
+            yield
+        finally:
+            # Also a call that was given up may have taken it.
+            if reply != 0:
+                self._let_go(tenant, slot)
+
+    async def keep(self) -> None:
+        """Tells Redis what is let go, and again and again what is held; never returns."""
+        while True:
+            wait_s = self._next_renewal_s - self._clock()
+            try:
+                async with asyncio.timeout(max(0.0, wait_s)):
+                    await self._has_released.wait()
+            except TimeoutError:
+                self._next_renewal_s = self._clock() + _RENEW_S
+                await self.tell(with_held=True)
+            else:
+                await self.tell(with_held=False)
+
+    async def aclose(self) -> None:
+        """What was let go is told before the connections are closed."""
+        if self._released:
+            await self.tell(with_held=False)
+
+    async def tell(self, *, with_held: bool) -> None:
+        """One round of that. Only one is under way, so that what is let go is not held again by an older word.
+
+        What Redis does not hear of ends there with its lease.
+        """
+        self._has_released.clear()
+        for tenant in set(self._released) | (set(self._held) if with_held else set()):
+            gone = frozenset(self._released.get(tenant, ()))
+            held = self._held.get(tenant, ()) if with_held else ()
+            told = partial(self._calls.run_script, KEEP, [_KEY + tenant], [LEASE_S, len(gone), *gone, *held])
+            await self._calls.answer(told, self._calls.limit_s)
+            self._released[tenant] -= gone
+            if not self._released[tenant]:
+                del self._released[tenant]
+
+    def _has_share(self, tenant: str, most: int) -> bool:
+        return len(self._held.get(tenant, ())) < max(1, most // self._num_routers)
+
+    def _let_go(self, tenant: str, slot: str) -> None:
+        if tenant in self._held:
+            self._held[tenant].discard(slot)
+            if not self._held[tenant]:
+                del self._held[tenant]
+        self._released[tenant].add(slot)
+        self._has_released.set()
+
+
+def _full(most: int) -> QueueFullError:
+    return QueueFullError(
+        f"as many requests of this tenant are under way as it may have, which is {most}",
+        retry_after_s=RETRY_AFTER_S,
+    )
