@@ -113,6 +113,17 @@ async def test_who_waits_as_long_as_it_is_told_gets_in() -> None:
     await admission.come_and_go()
 
 
+async def test_a_delay_that_is_no_whole_number_is_rounded_up() -> None:
+    """Seven a minute are one each 8.571428.. seconds; who waits what it was told gets in."""
+    admission = Admission()
+    tenant = Tenant("acme", requests=Rate(7, 1))
+    await admission.come_and_go(tenant)
+    refused = await admission.is_limited(tenant)
+    assert refused.retry_after_s == 8.572
+    admission.clock.advance(refused.retry_after_s)
+    await admission.come_and_go(tenant)
+
+
 async def test_tokens_that_were_reserved_and_not_used_come_back() -> None:
     """A request takes the most that it may need, and in the end costs what it used, also when it fails."""
     admission = Admission()

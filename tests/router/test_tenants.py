@@ -13,7 +13,7 @@ from paceline.core.request import Priority
 from router import make_key
 from router.rate_limit import Rate
 from router.reload import reload, reloading
-from router.tenants import ANONYMOUS, Tenants, new_key, read_tenants
+from router.tenants import ANONYMOUS, Tenant, Tenants, TenantTable, new_key, read_tenants
 
 KEY, HASH = new_key()
 OTHER_KEY, OTHER_HASH = new_key()
@@ -64,6 +64,14 @@ def test_a_call_without_a_known_key_is_nobodys(
         Tenants(str(file)).of_call(metadata)
     assert KEY[:-1] not in str(caught.value)
     assert "wrong" not in str(caught.value).replace("wrongly", "")
+
+
+def test_the_whole_digest_counts() -> None:
+    """One that begins alike, by which it is looked for, is another key's."""
+    digest = bytes.fromhex(HASH.removeprefix("sha256:"))
+    alike = TenantTable([(digest[:-1] + bytes([digest[-1] ^ 1]), Tenant("acme"))])
+    assert alike.find(KEY) is None
+    assert TenantTable([(digest, Tenant("acme"))]).find(KEY) == Tenant("acme")
 
 
 def test_without_a_file_everybody_is_one_anonymous_tenant() -> None:

@@ -1,0 +1,93 @@
+"""What becomes of a tenant's request before the first worker hears of it."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paceline.core.clock import ManualClock
+from paceline.core.errors import BadStopError, PacelineError, RateLimitedError, ScopeForbiddenError
+from paceline.core.request import Priority, RequestId, SequenceSpec
+from paceline.v1 import generation_pb2, inference_pb2
+from router.admission import AdmissionController, Door
+from router.cache_scopes import CacheScopes
+from router.intake import Intake
+from router.rate_limit import LocalRateLimiter, Rate
+from router.slots import LocalSlots
+from router.tenants import Tenant
+from router.tokenizer import Tokenizer
+from tests.router.cluster import scripted_cluster
+
+ACME = Tenant("acme")
+
+
+class Desk:
+    """An intake behind a door, on a clock that stands."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.intake = intake
+        self._admission = AdmissionController(Door(9), LocalRateLimiter(ManualClock(1000.0)), LocalSlots())
+
+    async def read(self, tenant: Tenant, *, used: int = 0, **fields: Any) -> SequenceSpec:
+        """The work that a request of ten tokens becomes; in the end it has used so many."""
+        request = inference_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=range(10)),
+            **fields,
+        )
+        raw = request.SerializeToString()
+        async with self._admission.admit(tenant, len(raw)) as visit:
+            call = await self.intake.read(raw, RequestId("r"), visit, None)
+            visit.use(used)
+            return call.job.spec
+
+    async def refused(self, tenant: Tenant, **fields: Any) -> PacelineError:
+        """Why a request is not taken."""
+        with pytest.raises(PacelineError) as caught:
+            await self.read(tenant, **fields)
+        return caught.value
+
+
+@pytest.fixture
+async def desk(byte_level: Tokenizer) -> AsyncIterator[Desk]:
+    """With a secret for salts."""
+    async with scripted_cluster() as cluster:
+        scopes = CacheScopes(b"0123456789abcdef")
+        yield Desk(Intake(cluster.config, byte_level, cluster.registry, scopes))
+
+
+async def test_the_work_is_its_tenants(desk: Desk) -> None:
+    """Whom workers charge, and whose blocks it may share, follow from the tenant alone."""
+    acme, again, other = [await desk.read(each) for each in (ACME, ACME, Tenant("other"))]
+    assert (acme.tenant, other.tenant) == ("acme", "other")
+    assert acme.cache_scope == again.cache_scope
+    assert acme.cache_scope not in {"", other.cache_scope}
+
+
+async def test_an_output_is_bounded_by_its_tenants_cap(desk: Desk) -> None:
+    """Also one whose request does not say how long it may be."""
+    tenant = Tenant("acme", max_output_tokens=7)
+    assert (await desk.read(tenant)).max_tokens == 7
+    asked = generation_pb2.StopConditions(max_tokens=8)
+    assert isinstance(await desk.refused(tenant, stopping=asked), BadStopError)
+    assert desk.intake.limits(tenant).max_output_tokens == 7
+
+
+async def test_a_priority_that_is_for_others_is_refused(desk: Desk) -> None:
+    """A request that names none is of the standard one."""
+    tenant = Tenant("acme", priorities=frozenset({Priority.BATCH}))
+    assert isinstance(await desk.refused(tenant), ScopeForbiddenError)
+    spec = await desk.read(tenant, priority=inference_pb2.PRIORITY_BATCH)
+    assert spec.priority is Priority.BATCH
+
+
+async def test_the_most_that_a_request_can_use_is_reserved(desk: Desk) -> None:
+    """The prompt, and the longest output of every candidate; what it did not use is there for the next one."""
+    asked = generation_pb2.StopConditions(max_tokens=10)
+    sampled = generation_pb2.SamplingParams(temperature=1)
+    tenant = Tenant("acme", tokens=Rate(60, 40))
+    await desk.read(tenant, n=3, stopping=asked, sampling=sampled, used=21)
+    assert isinstance(await desk.refused(tenant, stopping=asked), RateLimitedError)
+    narrow = Tenant("narrow", tokens=Rate(60, 39))
+    error = await desk.refused(narrow, n=3, stopping=asked, sampling=sampled)
+    assert isinstance(error, ScopeForbiddenError)
+    assert "40 tokens" in str(error)
