@@ -123,6 +123,7 @@ class Intake:
             candidates=tuple(range(request.n)),
             priority=request.priority,
             tenant=tenant.name,
+            tenant_weight=tenant.weight,
         )
         return Job(spec, None, timeline)
 

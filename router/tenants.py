@@ -36,6 +36,7 @@ class Tenant:
     tokens: Rate | None = None
     max_concurrent: int | None = None
     max_output_tokens: int | None = None
+    weight: int = 1
     priorities: frozenset[Priority] = frozenset(Priority)
 
     def require_priority(self, priority: Priority) -> None:
@@ -61,6 +62,7 @@ class TenantSettings:
     burst_tokens: int | None = None
     max_concurrent: int | None = None
     max_output_tokens: int | None = None
+    weight: int = 1
     priorities: list[str] | None = None
 
 
@@ -162,8 +164,6 @@ def _parse(where: str, name: str, entry: object) -> tuple[list[bytes], Tenant]:
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, - and _")
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be a table")
-    if "weight" in entry:
-        raise ConfigError(f"{where}: weight is not built yet; tenants have equal shares. Leave it out")
     known = [field.name for field in fields(TenantSettings)]
     for key, value in entry.items():
         if key not in known:
@@ -178,6 +178,7 @@ def _parse(where: str, name: str, entry: object) -> tuple[list[bytes], Tenant]:
         tokens=_rate(where, "tokens", settings.tokens_per_minute, settings.burst_tokens),
         max_concurrent=settings.max_concurrent,
         max_output_tokens=settings.max_output_tokens,
+        weight=settings.weight,
         priorities=_priorities(where, settings.priorities),
     )
 

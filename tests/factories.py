@@ -66,6 +66,7 @@ def make_spec(
     time_budget_s: float | None = None,
     priority: Priority = Priority.STANDARD,
     tenant: str = "",
+    tenant_weight: int = 1,
 ) -> SequenceSpec:
     """One sequence to compute."""
     return SequenceSpec(
@@ -85,6 +86,7 @@ def make_spec(
         time_budget_s=time_budget_s,
         priority=priority,
         tenant=tenant,
+        tenant_weight=tenant_weight,
     )
 
 

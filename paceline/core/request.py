@@ -131,6 +131,8 @@ class SequenceSpec:
     priority: Priority = Priority.STANDARD
     # Whom the service is charged to; all requests without a name are one tenant's.
     tenant: str = ""
+    # How large its share of a worker is against those of other tenants.
+    tenant_weight: int = 1
 
     @property
     def known_ids(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Who has been served how much: the virtual token counters of Sheng et al., "Fairness in Serving LLMs" (OSDI 2024).
 
 Among tenants that wait the one with the smallest counter is next. Of two that never stop waiting neither gets ahead of the
-other by more than a batch's worth of tokens, however many requests the other one sends.
+other by more than a batch's worth of tokens, however many requests the other one sends. A tenant of weight w is charged a
+w-th of what it is served.
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,11 @@ class Account:
     tenant: str
     service: float = 0.0
     num_sequences: int = 0
+    weight: int = 1
+
+    def charge(self, service: float) -> None:
+        """The tenant was served so much."""
+        self.service += service / self.weight
 
 
 class Accounts:
@@ -27,9 +33,10 @@ class Accounts:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
 
-    def enter(self, tenant: str) -> Account:
+    def enter(self, tenant: str, weight: int = 1) -> Account:
         """One more sequence of a tenant. Whoever comes from idleness starts level with the least served: idling earns nothing."""
         account = self._accounts.setdefault(tenant, Account(tenant))
+        account.weight = weight
         if account.num_sequences == 0:
             account.service = max(account.service, self._least_service())
         account.num_sequences += 1
@@ -46,14 +53,14 @@ class Accounts:
             for each in idle:
                 del self._accounts[each.tenant]
 
-    def charge(self, accounts: Iterable[Account], num_charged: int, weight: float) -> None:
-        """A token of that weight to each of `num_charged` accounts, some of which may be the same."""
+    def charge(self, accounts: Iterable[Account], num_charged: int, token: float) -> None:
+        """A token that counts so much to each of `num_charged` accounts, some of which may be the same."""
         if len(self._accounts) == 1:
             (only,) = self._accounts.values()
-            only.service += weight * num_charged
+            only.charge(token * num_charged)
             return
         for account in accounts:
-            account.service += weight
+            account.charge(token)
 
     def services(self) -> dict[str, float]:
         """The counters, for whoever looks."""

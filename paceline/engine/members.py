@@ -74,7 +74,9 @@ class Members:
             root=chain_root(self._config.fingerprint, spec.cache_scope),
             blocks=SequenceBlocks(self._pool, self._content),
             # A loan is no service to a tenant.
-            account=Account("") if role is SequenceRole.LEND else self.accounts.enter(spec.tenant),
+            account=Account("")
+            if role is SequenceRole.LEND
+            else self.accounts.enter(spec.tenant, spec.tenant_weight),
             eos_token_ids=self._config.eos_token_ids,
             number=self._num_added,
             arrival_s=self._clock(),
@@ -234,7 +236,7 @@ class Members:
             self._charge_prompt(sequence)
 
     def _charge_prompt(self, sequence: Sequence) -> None:
-        sequence.account.service += PROMPT_TOKEN * sequence.num_uncomputed_tokens
+        sequence.account.charge(PROMPT_TOKEN * sequence.num_uncomputed_tokens)
 
     def _unpark(self, sequence: Sequence) -> None:
         """It waits for KV no more. Its deadline may have passed meanwhile; the next step finds that out."""

@@ -250,7 +250,7 @@ class Scheduler:
             new_token(sequence, candidate, token_id, logprob)
             for candidate, (token_id, logprob) in zip(sequence.candidates, sampled, strict=True)
         ]
-        sequence.account.service += OUTPUT_TOKEN * len(events)
+        sequence.account.charge(OUTPUT_TOKEN * len(events))
         if sequence.role is SequenceRole.PREFILL_ONLY:
             self._members.hold(sequence)
         else:

@@ -161,6 +161,7 @@ def spec_to_proto(spec: SequenceSpec) -> tuple[engine_pb2.CallContext, engine_pb
         cache_scope=spec.cache_scope,
         priority=priority_to_proto(spec.priority),
         tenant=spec.tenant,
+        tenant_weight=spec.tenant_weight,
     )
     params = spec.sampling
     sampling = generation_pb2.SamplingParams(
@@ -212,6 +213,7 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
         time_budget_s=context.time_budget_s if context.HasField("time_budget_s") else None,
         priority=priority,
         tenant=context.tenant,
+        tenant_weight=context.tenant_weight or 1,
     )
     if not spec.prompt_ids or spec.max_tokens <= len(spec.output_ids):
         raise InvariantError(f"sequence {spec.sequence_id} has an empty prompt or no output token left")

@@ -26,7 +26,7 @@ from paceline.v1 import generation_pb2 as paceline_dot_v1_dot_generation__pb2
 from paceline.v1 import inference_pb2 as paceline_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/engine.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/generation.proto\x1a\x1bpaceline/v1/inference.proto\"\xae\x01\n\x0b\x43\x61llContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\rtime_budget_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.paceline.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\tB\x10\n\x0e_time_budget_s\"\xb0\x02\n\x0cSequenceSpec\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x14\n\x0c\x62ypass_cache\x18\x07 \x01(\x08\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x12\n\ncandidates\x18\x0b \x03(\rB\x13\n\x11_num_top_logprobs\"P\n\x0cPromptScored\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"\xb7\x01\n\x08KvTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08owner_id\x18\x02 \x01(\t\x12\x15\n\rowner_address\x18\x03 \x01(\t\x12\x12\n\nboot_epoch\x18\x04 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\"X\n\nPrefixHint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nboot_epoch\x18\x03 \x01(\x06\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\xca\x01\n\x10ModelFingerprint\x12\x0f\n\x07weights\x18\x01 \x01(\t\x12\x11\n\ttokenizer\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x11\n\tkv_layout\x18\x07 \x01(\t\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x10\n\x08kv_dtype\x18\t \x01(\t\x12\x0f\n\x07kv_part\x18\n \x01(\t\"\x8f\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12*\n\x07logprob\x18\x03 \x01(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x11\n\tcandidate\x18\x04 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/engine.proto\x12\x0bpaceline.v1\x1a\x1cpaceline/v1/generation.proto\x1a\x1bpaceline/v1/inference.proto\"\xc5\x01\n\x0b\x43\x61llContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\rtime_budget_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x63\x61\x63he_scope\x18\x04 \x01(\t\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.paceline.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x15\n\rtenant_weight\x18\x07 \x01(\rB\x10\n\x0e_time_budget_s\"\xb0\x02\n\x0cSequenceSpec\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x14\n\x0c\x62ypass_cache\x18\x07 \x01(\x08\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\n \x01(\x08\x12\x12\n\ncandidates\x18\x0b \x03(\rB\x13\n\x11_num_top_logprobs\"P\n\x0cPromptScored\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\"\xb7\x01\n\x08KvTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08owner_id\x18\x02 \x01(\t\x12\x15\n\rowner_address\x18\x03 \x01(\t\x12\x12\n\nboot_epoch\x18\x04 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\"X\n\nPrefixHint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x12\n\nboot_epoch\x18\x03 \x01(\x06\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\xca\x01\n\x10ModelFingerprint\x12\x0f\n\x07weights\x18\x01 \x01(\t\x12\x11\n\ttokenizer\x18\x02 \x01(\t\x12\x15\n\rchat_template\x18\x03 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x11\n\tkv_layout\x18\x07 \x01(\t\x12\x12\n\narithmetic\x18\x08 \x01(\t\x12\x10\n\x08kv_dtype\x18\t \x01(\t\x12\x0f\n\x07kv_part\x18\n \x01(\t\"\x8f\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12*\n\x07logprob\x18\x03 \x01(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x11\n\tcandidate\x18\x04 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.engine_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CALLCONTEXT']._serialized_start=101
-  _globals['_CALLCONTEXT']._serialized_end=275
-  _globals['_SEQUENCESPEC']._serialized_start=278
-  _globals['_SEQUENCESPEC']._serialized_end=582
-  _globals['_PROMPTSCORED']._serialized_start=584
-  _globals['_PROMPTSCORED']._serialized_end=664
-  _globals['_KVTICKET']._serialized_start=667
-  _globals['_KVTICKET']._serialized_end=850
-  _globals['_PREFIXHINT']._serialized_start=852
-  _globals['_PREFIXHINT']._serialized_end=940
-  _globals['_MODELFINGERPRINT']._serialized_start=943
-  _globals['_MODELFINGERPRINT']._serialized_end=1145
-  _globals['_FIRSTTOKEN']._serialized_start=1148
-  _globals['_FIRSTTOKEN']._serialized_end=1291
+  _globals['_CALLCONTEXT']._serialized_end=298
+  _globals['_SEQUENCESPEC']._serialized_start=301
+  _globals['_SEQUENCESPEC']._serialized_end=605
+  _globals['_PROMPTSCORED']._serialized_start=607
+  _globals['_PROMPTSCORED']._serialized_end=687
+  _globals['_KVTICKET']._serialized_start=690
+  _globals['_KVTICKET']._serialized_end=873
+  _globals['_PREFIXHINT']._serialized_start=875
+  _globals['_PREFIXHINT']._serialized_end=963
+  _globals['_MODELFINGERPRINT']._serialized_start=966
+  _globals['_MODELFINGERPRINT']._serialized_end=1168
+  _globals['_FIRSTTOKEN']._serialized_start=1171
+  _globals['_FIRSTTOKEN']._serialized_end=1314
 # @@protoc_insertion_point(module_scope)

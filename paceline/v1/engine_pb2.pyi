@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class CallContext(_message.Message):
-    __slots__ = ("request_id", "attempt", "time_budget_s", "cache_scope", "priority", "tenant")
+    __slots__ = ("request_id", "attempt", "time_budget_s", "cache_scope", "priority", "tenant", "tenant_weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TIME_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     time_budget_s: float
     cache_scope: str
     priority: _inference_pb2.Priority
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    tenant_weight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., time_budget_s: _Optional[float] = ..., cache_scope: _Optional[str] = ..., priority: _Optional[_Union[_inference_pb2.Priority, str]] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[int] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
     __slots__ = ("prompt_ids", "output_ids", "sampling", "max_tokens", "stop_token_ids", "ignore_eos", "bypass_cache", "min_tokens", "num_top_logprobs", "prompt_logprobs", "candidates")

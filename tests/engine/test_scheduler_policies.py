@@ -519,6 +519,20 @@ def test_service_is_charged_in_tokens() -> None:
     assert services["b"] == 20 + 2 * given["b"]
 
 
+@pytest.mark.parametrize("weight", [1, 3])
+def test_service_goes_by_weight(weight: int) -> None:
+    """While both wait, a tenant of weight 3 gets three times the tokens of one of weight 1."""
+    timed = Timed(400, max_num_seqs=4, fast_lane_share=NO_LANE)
+    heavy = [(0.0, _spec(f"h{n}", 20, 30, tenant="h", tenant_weight=weight)) for n in range(400)]
+    light = [(0.0, _spec(f"l{n}", 20, 30, tenant="l")) for n in range(400)]
+    timed.serve([*light, *heavy], until_s=20)
+    counted: defaultdict[str, int] = defaultdict(int)
+    for each, life in timed.lives.items():
+        counted[each.request_id[0]] += len(life.token_s)
+    assert {each.spec.tenant for each in timed.scheduler._admission} == {"h", "l"}
+    assert counted["h"] / counted["l"] == pytest.approx(weight, rel=0.1)
+
+
 def test_an_idle_tenant_comes_back_without_a_bank() -> None:
     """Its counter is lifted to the level of those that were busy: it does not take everything for a while."""
     timed = Timed(400, max_num_seqs=2, fast_lane_share=NO_LANE)

@@ -57,8 +57,9 @@ async def desk(byte_level: Tokenizer) -> AsyncIterator[Desk]:
 
 async def test_the_work_is_its_tenants(desk: Desk) -> None:
     """Whom workers charge, and whose blocks it may share, follow from the tenant alone."""
-    acme, again, other = [await desk.read(each) for each in (ACME, ACME, Tenant("other"))]
+    acme, again, other = [await desk.read(each) for each in (ACME, ACME, Tenant("other", weight=3))]
     assert (acme.tenant, other.tenant) == ("acme", "other")
+    assert (acme.tenant_weight, other.tenant_weight) == (1, 3)
     assert acme.cache_scope == again.cache_scope
     assert acme.cache_scope not in {"", other.cache_scope}
 

@@ -84,7 +84,7 @@ def test_a_tenant_has_what_its_table_says(file: Path) -> None:
     """Limits are absent unless given; a burst that is not given is a minute's worth; several keys are one tenant's."""
     file.write_text(
         f'[tenants.acme]\nkey_hashes = ["{HASH}", "{OTHER_HASH}"]\nrequests_per_minute = 60\nburst_requests = 5\n'
-        'tokens_per_minute = 9000\nmax_concurrent = 3\nmax_output_tokens = 100\npriorities = ["batch", "standard"]\n'
+        'tokens_per_minute = 9000\nmax_concurrent = 3\nmax_output_tokens = 100\nweight = 4\npriorities = ["batch", "standard"]\n'
     )
     tenant = read_tenants(str(file)).find(KEY)
     assert tenant is not None
@@ -92,7 +92,7 @@ def test_a_tenant_has_what_its_table_says(file: Path) -> None:
         OTHER_KEY
     )
     assert (tenant.requests, tenant.tokens) == (Rate(60, 5), Rate(9000, 9000))
-    assert (tenant.max_concurrent, tenant.max_output_tokens) == (3, 100)
+    assert (tenant.max_concurrent, tenant.max_output_tokens, tenant.weight) == (3, 100, 4)
     tenant.require_priority(Priority.BATCH)
     with pytest.raises(ScopeForbiddenError, match="PRIORITY_BATCH, PRIORITY_STANDARD"):
         tenant.require_priority(Priority.REALTIME)
@@ -112,7 +112,7 @@ def test_a_tenant_has_what_its_table_says(file: Path) -> None:
         (f'[tenants.a]\nkey_hashes = ["{HASH}"]\n[tenants.b]\nkey_hashes = ["{HASH}"]\n', "one of a's"),
         (f'[tenants."a b"]\nkey_hashes = ["{HASH}"]\n', "letters"),
         (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\nrequest_rate = 3\n', "no setting 'request_rate'"),
-        (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\nweight = 2\n', "weight is not built yet"),
+        (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\nweight = 0\n', "weight must be"),
         (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\nmax_concurrent = 0\n', "max_concurrent must be"),
         (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\nmax_concurrent = true\n', "max_concurrent must be"),
         (f'[tenants.acme]\nkey_hashes = ["{HASH}"]\ntokens_per_minute = 1.5\n', "tokens_per_minute must be"),

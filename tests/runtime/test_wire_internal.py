@@ -88,6 +88,7 @@ Specs = st.builds(
     time_budget_s=st.none() | st.floats(-10, 1e6),
     priority=st.sampled_from(Priority),
     tenant=Text,
+    tenant_weight=st.integers(1, 2**32 - 1),
 )
 
 
