@@ -2,8 +2,8 @@
 
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,16 +98,14 @@ class InferenceServicer:
     async def Generate(self, raw: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Generates from one prompt."""
         request_id, end = RequestId(secrets.token_hex(16)), _End()
-        try:
-            async with _status_of_errors(context, request_id, end):
+        async with _status_of_errors(context, request_id):
+            with self._counted(end):
                 tenant = self._tenants.of_call(context.invocation_metadata())
                 async with self._admission.admit(tenant, len(raw)) as visit:
                     call = await self._intake.read(raw, request_id, visit, context.time_remaining())
                     async with aclosing(self._run(call, end)) as responses:
                         async for response in responses:
                             yield response
-        finally:
-            self._num_ended[end.how] += 1
 
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""
@@ -147,6 +145,17 @@ class InferenceServicer:
             workers=self._registry.infos(),
         )
 
+    @contextmanager
+    def _counted(self, end: _End) -> Iterator[None]:
+        """Counts a request by how it ends, before its client hears of that."""
+        try:
+            yield
+        except Exception as error:
+            end.how = as_paceline_error(error).reason
+            raise
+        finally:
+            self._num_ended[end.how] += 1
+
     async def _run(self, call: Call, end: _End) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         try:
             async with aclosing(self._dispatcher.run(call.job)) as events:
@@ -171,19 +180,14 @@ class InferenceServicer:
 
 
 @asynccontextmanager
-async def _status_of_errors(
-    context: _Context, request_id: str, end: _End | None = None
-) -> AsyncIterator[None]:
+async def _status_of_errors(context: _Context, request_id: str) -> AsyncIterator[None]:
     """Ends the call with the status of whatever error leaves the body; a bug is logged, without its text."""
-    end = end or _End()
     try:
         yield
     except PacelineError as error:
-        end.how = error.reason
         log.info("request_refused", request_id=request_id, reason=error.reason)
         await abort_with(context, error)
     except Exception as error:
-        end.how = as_paceline_error(error).reason
         log.exception("request_failed", request_id=request_id)
         await abort_with(context, as_paceline_error(error))
 
