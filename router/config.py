@@ -8,7 +8,9 @@ from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_open
-from router.placement import DisaggregateMode
+from router.costs import RouteCosts
+from router.placement import DisaggregateMode, Rules
+from router.policies import POLICIES, PlacementPolicy
 
 _AT_LEAST_ONE = (
     "max_requests",
@@ -39,8 +41,10 @@ class RouterConfig:
         "where prompts are computed: always on a prefill worker, never, or auto (placement decides)",
         choices=("always", "auto", "never"),
     )
-    local_prefill_tokens: int = option(
-        16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
+    placement: str = option("prefix-aware", "how workers are chosen", choices=tuple(POLICIES))
+    handover_tokens: int = option(
+        RouteCosts().handover_tokens,
+        "with --disaggregate auto: what a hand-over costs beside its blocks, in prompt tokens computed meanwhile",
     )
     cache_salt_file: str = option(
         "",
@@ -95,6 +99,8 @@ class RouterConfig:
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
                 )
         check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
+        if self.handover_tokens < 0:
+            raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         if not self.decode_addresses:
@@ -108,6 +114,12 @@ class RouterConfig:
     def mode(self) -> DisaggregateMode:
         """`disaggregate`, whose values have been checked."""
         return cast("DisaggregateMode", self.disaggregate)
+
+    @property
+    def placement_rules(self) -> Rules:
+        """By what requests are placed."""
+        policy = cast("PlacementPolicy", self.placement)
+        return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:

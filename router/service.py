@@ -26,7 +26,7 @@ from paceline.runtime.version import VERSION
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController, Door
 from router.intake import Call, Intake
-from router.job import RequestRunner, Tokens
+from router.job import RequestRunner, Tokens, session_id_of
 from router.tenants import Tenant, Tenants
 from router.workers import ServedModel, WorkerRegistry
 
@@ -103,6 +103,7 @@ class InferenceServicer:
                 tenant = self._tenants.of_call(context.invocation_metadata())
                 async with self._admission.admit(tenant, len(raw)) as visit:
                     call = await self._intake.read(raw, request_id, visit, context.time_remaining())
+                    call.job.session_id = session_id_of(context.invocation_metadata())
                     async with aclosing(self._run(call, end)) as responses:
                         async for response in responses:
                             yield response

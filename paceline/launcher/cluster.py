@@ -81,6 +81,7 @@ def router_command(layout: Layout) -> tuple[str, ...]:
     return (
         *_service(layout, "router"),
         *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
+        *("--placement", layout.config.placement),
         *("--metrics-port", str(layout.metrics_port("router"))),
         *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
         *(("--allow-anonymous",) if layout.config.allow_anonymous else ()),
