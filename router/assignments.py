@@ -24,10 +24,10 @@ class Assignments:
         return self._sequences[worker]
 
     @contextmanager
-    def assign(self, route: Route, num_tokens: int, num_sequences: int = 1) -> Iterator[Callable[[], None]]:
+    def assign(self, route: Route, num_sequences: int = 1) -> Iterator[Callable[[], None]]:
         """Counts one attempt to the workers of its route, until its end; call what it gives once the prompt is done."""
-        computing, decoding = (route.prefill or route.decode).key, route.decode.key
-        pending = Counter({computing: num_tokens})
+        decoding = route.decode.key
+        pending = Counter({route.computing.key: route.num_tokens})
 
         def prompt_done() -> None:
             self._tokens -= pending

@@ -7,7 +7,9 @@ from paceline.core.errors import ConfigError
 from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
-from router.placement import DisaggregateMode
+from router.costs import RouteCosts
+from router.placement import DisaggregateMode, Rules
+from router.policies import POLICIES, PlacementPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,10 @@ class RouterConfig:
         "where prompts are computed: always on a prefill worker, never, or auto (placement decides)",
         choices=("always", "auto", "never"),
     )
-    local_prefill_tokens: int = option(
-        16, "with --disaggregate auto: up to so many uncached prompt tokens are computed on the decode worker"
+    placement: str = option("prefix-aware", "how workers are chosen", choices=tuple(POLICIES))
+    handover_tokens: int = option(
+        RouteCosts().handover_tokens,
+        "with --disaggregate auto: what a hand-over costs beside its blocks, in prompt tokens computed meanwhile",
     )
     cache_salt_file: str = option(
         "",
@@ -66,6 +70,8 @@ class RouterConfig:
             parse_redis_url(self.redis)
         if self.lookup_budget_s <= 0:
             raise ConfigError(f"--lookup-budget-s must be more than 0, not {self.lookup_budget_s:g}")
+        if self.handover_tokens < 0:
+            raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         if not self.decode_addresses:
@@ -79,6 +85,12 @@ class RouterConfig:
     def mode(self) -> DisaggregateMode:
         """`disaggregate`, whose values have been checked."""
         return cast("DisaggregateMode", self.disaggregate)
+
+    @property
+    def placement_rules(self) -> Rules:
+        """By what requests are placed."""
+        policy = cast("PlacementPolicy", self.placement)
+        return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:

@@ -5,15 +5,14 @@ stream goes on where it was.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
 import grpc
 
-from paceline.core.block_hash import chain_root, hash_full_blocks
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
-from paceline.core.prefix import PrefixHint, WorkerKey
+from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
@@ -33,8 +32,11 @@ from router.decode_link import DecodeHandle, DecodeLink, first_tokens
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
-from router.placement import PromptFacts, Route, WorkerView, place
+from router.placement import Route
+from router.placer import Placer
+from router.prompt_lookup import PromptLookup
 from router.prompt_scores import PromptScores
+from router.views import WorkerView
 from router.workers import WorkerRegistry
 
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
@@ -58,7 +60,8 @@ class Dispatcher:
     ) -> None:
         self._config = config
         self._registry = registry
-        self._index = index
+        self._lookup = PromptLookup(index)
+        self._placer = Placer(config.placement_rules)
         self._channels = channels
         self._clock = clock
         self._lease_release = LeaseRelease(channels)
@@ -104,11 +107,10 @@ class Dispatcher:
     async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
         route = await self._route(job, patient=attempt > 0)
         spec = job.attempt_spec(attempt, self._clock())
-        num_tokens, num_candidates = len(spec.known_ids), len(spec.candidates)
-        with self._registry.assignments.assign(route, num_tokens, num_candidates) as prompt_done:
+        with self._registry.assignments.assign(route, len(spec.candidates)) as prompt_done:
             job.timeline.note_dispatch()
             job.timeline.decode_worker = route.decode.key.worker_id
-            job.prefill_worker = (route.prefill or route.decode).key.worker_id
+            job.prefill_worker = route.computing.key.worker_id
             job.timeline.prefill_worker = job.prefill_worker
             yield Placed(attempt, route.prefill is None, reason, spec.candidates[0])
             async with aclosing(self._on_route(job, spec, route)) as events:
@@ -259,25 +261,11 @@ class Dispatcher:
     async def _place(self, job: Job) -> Route:
         if self._registry.served is None:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
-        known_ids = job.spec.prompt_ids + job.output_ids
-        held: dict[WorkerKey, int] = {}
-        if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
-            # One, unless workers cut their blocks in different ways.
-            workers = (view for role in _ROLES for view in self._registry.views(role))
-            for cut in {(worker.fingerprint, worker.block_size) for worker in workers}:
-                held |= await self._held(known_ids, job.spec.cache_scope, *cut)
-        facts = PromptFacts(len(known_ids), held, frozenset(job.failed_on))
+        workers = [view for role in _ROLES for view in self._registry.views(role)]
+        facts = await self._lookup.facts(job, workers)
         # Looked at after the look-ups: what others were given meanwhile counts.
-        prefill = self._registry.views(inference_pb2.WORKER_ROLE_PREFILL)
-        decode = self._registry.views(inference_pb2.WORKER_ROLE_DECODE)
-        return place(facts, prefill, decode, self._config.mode, self._config.local_prefill_tokens)
-
-    async def _held(
-        self, token_ids: Sequence[int], scope: str, fingerprint: bytes, block_size: int
-    ) -> dict[WorkerKey, int]:
-        """How many leading blocks each worker of this fingerprint holds, as far as the table knows."""
-        root = chain_root(fingerprint, scope)
-        return await self._index.lookup(hash_full_blocks(root, token_ids, block_size, scope))
+        prefill, decode = (self._registry.views(role) for role in _ROLES)
+        return self._placer.place(facts, prefill, decode)
 
     def _is_late(self, job: Job) -> bool:
         return job.deadline_s is not None and job.deadline_s <= self._clock()

@@ -1,14 +1,17 @@
 """One request on its way through its workers, and what the dispatcher says about it."""
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from paceline.core.errors import PeerLostError
 from paceline.core.request import FinishReason, SequenceId, SequenceSpec, TokenLogprob
 from paceline.v1 import generation_pb2
 from router.timeline import RequestTimeline
+
+# In a call's metadata: requests of one session are placed together where nothing is known of their prompts.
+SESSION_ID: Final = "paceline-session-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class Job:
     # Prefill workers whose attempt failed, whoever's fault it was; others come first.
     failed_on: set[str] = field(default_factory=set)
     attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
+    # What the client calls the conversation that this belongs to; empty: nothing.
+    session_id: str = ""
 
     def __post_init__(self) -> None:
         self.outputs = {candidate: [] for candidate in self.spec.candidates}
@@ -132,6 +137,12 @@ class Job:
         part = replace(self, spec=replace(self.spec, candidates=(candidate,)), failed_on=set(self.failed_on))
         part.outputs, part.unfinished = {candidate: self.outputs[candidate]}, self.unfinished
         return part
+
+
+def session_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """What the caller names its conversation, the last of several names; empty when it names none."""
+    said = dict(metadata or ()).get(SESSION_ID, "")
+    return said if isinstance(said, str) else ""
 
 
 class RequestRunner(Protocol):

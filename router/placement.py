@@ -1,98 +1,79 @@
 """Chooses the workers of a request: small functions on plain data, without clock, network or state."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal
 
 from paceline.core.errors import NoEndpointError
-from paceline.core.prefix import PrefixHint, PrefixOwner, WorkerKey
+from paceline.core.prefix import PrefixHint, PrefixOwner
+from router.costs import RouteCosts, apart_cost, batch_cost, local_cost, prefill_cost
+from router.policies import POLICIES, Choice, Option, PlacementPolicy
+from router.views import PromptFacts, WorkerView
 
 DisaggregateMode = Literal["always", "auto", "never"]
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """What placement knows of a worker: who it is, its last load report, and what was sent to it since."""
-
-    key: WorkerKey
-    address: str
-    # The digest of its fingerprint, and tokens in a block: workers with another one cut the same KV into other blocks.
-    fingerprint: bytes
-    block_size: int
-    num_blocks: int
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    num_pending_tokens: int
-    draining: bool
-    # What this router has sent there and what is not done yet; reports lag behind these.
-    num_assigned_tokens: int
-    num_assigned_sequences: int
-    # It admits nobody for now, and asks for less work.
-    cooling_down: bool = False
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens to be computed before a new request's turn; the higher of what is reported and what was sent."""
-        return max(self.num_pending_tokens, self.num_assigned_tokens)
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that a new request would share the worker with; the higher of what is reported and what was sent."""
-        return max(self.num_running + self.num_waiting, self.num_assigned_sequences)
+# An answer is expected to be no longer than this; room for more is found when it is needed.
+_EXPECTED_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PromptFacts:
-    """What placement knows of a request: its length, and how many leading blocks, of its own size, each worker holds."""
+class Rules:
+    """By what requests are placed; the same from the start to the end of a router."""
 
-    num_tokens: int
-    held_blocks: Mapping[WorkerKey, int]
-    # Names of prefill workers where an earlier attempt failed; one that answers nothing may still seem to be there.
-    failed_on: frozenset[str] = frozenset()
+    mode: DisaggregateMode = "auto"
+    policy: PlacementPolicy = "prefix-aware"
+    costs: RouteCosts = field(default_factory=RouteCosts)
 
-    def num_uncached_tokens(self, worker: WorkerView) -> int:
-        """Tokens that this worker would have to compute."""
-        return self.num_tokens - worker.block_size * self.num_held(worker)
 
-    def num_held(self, worker: WorkerView) -> int:
-        """Leading blocks that this worker holds."""
-        return self.held_blocks.get(worker.key, 0)
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What changes from request to request: how many came before, and in which order its key meets the workers of each tier.
+
+    Whoever is not in the order comes after those that are.
+    """
+
+    number: int = 0
+    prefill_order: tuple[str, ...] = ()
+    decode_order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """Where a request goes; without a prefill worker the decode worker computes the prompt itself.
 
-    `hint` names who may have more of the prompt than the one that computes it.
+    `hint` names who may have more of the prompt than the one that computes it; `num_tokens` are those that it has to compute, as
+    far as the prefix table knows.
     """
 
     prefill: WorkerView | None
     decode: WorkerView
     hint: PrefixHint | None = None
+    num_tokens: int = 0
+
+    @property
+    def computing(self) -> WorkerView:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 def place(
     prompt: PromptFacts,
     prefill: Sequence[WorkerView],
     decode: Sequence[WorkerView],
-    mode: DisaggregateMode,
-    local_prefill_tokens: int,
+    rules: Rules,
+    turn: Turn,
 ) -> Route:
     """The route of one request; raises NoEndpointError when a tier that it needs has nobody who takes requests."""
-    prefill_taking = _others_first([worker for worker in prefill if not worker.draining], prompt.failed_on)
-    decode_taking = [worker for worker in decode if not worker.draining]
-    if not decode_taking:
-        raise NoEndpointError("no decode worker is there; start one or wait until it is up")
-    if mode == "always" and not prefill_taking:
-        raise NoEndpointError("no prefill worker is there; start one, or use --disaggregate auto")
-    chosen = min(decode_taking, key=lambda worker: decode_cost(prompt, worker))
-    is_short = prompt.num_uncached_tokens(chosen) <= local_prefill_tokens
     everybody = (*prefill, *decode)
-    if mode == "never" or not prefill_taking or (mode == "auto" and is_short):
-        return Route(None, chosen, prefix_hint(prompt, chosen, everybody))
-    computing = min(prefill_taking, key=lambda worker: prefill_cost(prompt, worker))
-    return Route(computing, chosen, prefix_hint(prompt, computing, everybody))
+    apart = _choose_prefill(prompt, prefill, rules, turn)
+    chosen = _choose_decode(prompt, apart, decode, everybody, rules, turn)
+    if apart is not None and rules.mode == "auto":
+        local = local_cost(prompt, chosen, everybody, rules.costs)
+        apart = apart if apart_cost(prompt, apart, chosen, everybody, rules.costs) < local else None
+    computing = apart or chosen
+    hint = prefix_hint(prompt, computing, everybody)
+    return Route(apart, chosen, hint, prompt.num_uncached_tokens(computing))
 
 
 def prefix_hint(
@@ -110,24 +91,107 @@ def prefix_hint(
     return PrefixHint(PrefixOwner(owner.key.worker_id, owner.address, owner.key.boot_epoch), num_tokens)
 
 
-def _others_first(workers: list[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
-    return [worker for worker in workers if worker.key.worker_id not in failed_on] or workers
+# -- who computes, if it is not the decode worker
 
 
-def prefill_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, int, WorkerKey]:
-    """First whether it asks for less work, then the tokens to compute until this prompt is done there.
+def _choose_prefill(
+    prompt: PromptFacts, prefill: Sequence[WorkerView], rules: Rules, turn: Turn
+) -> WorkerView | None:
+    if rules.mode == "never":
+        return None
+    taking = _first_class(prefill, prompt.failed_on)
+    if not taking:
+        if rules.mode == "always":
+            raise NoEndpointError("no prefill worker is there; start one, or use --disaggregate auto")
+        return None
+    return _choose(
+        taking,
+        turn.prefill_order,
+        load=lambda worker: worker.num_queued_tokens,
+        cost=partial(prefill_cost, prompt),
+        policy=rules.policy,
+        size=prompt.num_tokens,
+        turn=turn.number,
+        is_cold=_is_cold(prompt, taking),
+    )
 
-    Equal costs go to the same worker, so that prefixes gather.
-    """
-    num_tokens = worker.num_queued_tokens + prompt.num_uncached_tokens(worker)
-    return worker.cooling_down, num_tokens, worker.key
+
+# -- who generates
 
 
-def decode_cost(prompt: PromptFacts, worker: WorkerView) -> tuple[bool, bool, int, int, WorkerKey]:
-    """First whether the worker asks for less work, then whether the prompt has to wait for room, then the batch it joins.
+def _choose_decode(
+    prompt: PromptFacts,
+    apart: WorkerView | None,
+    decode: Sequence[WorkerView],
+    everybody: Sequence[WorkerView],
+    rules: Rules,
+    turn: Turn,
+) -> WorkerView:
+    taking = _first_class(decode)
+    if not taking:
+        raise NoEndpointError("no decode worker is there; start one or wait until it is up")
 
-    What has to travel there comes last.
-    """
-    missing_blocks = -(-prompt.num_tokens // worker.block_size) - prompt.num_held(worker)
-    has_no_room = worker.num_free_blocks < missing_blocks
-    return worker.cooling_down, has_no_room, worker.num_sequences, missing_blocks, worker.key
+    def cost(worker: WorkerView) -> float:
+        """That of the cheapest way to have the request there."""
+        ways = []
+        if apart is not None:
+            ways.append(apart_cost(prompt, apart, worker, everybody, rules.costs))
+        if apart is None or rules.mode == "auto":
+            ways.append(local_cost(prompt, worker, everybody, rules.costs))
+        return min(ways) + batch_cost(worker, rules.costs)
+
+    return _choose(
+        [worker for worker in taking if has_room(prompt, worker)] or taking,
+        turn.decode_order,
+        load=lambda worker: worker.num_sequences,
+        cost=cost,
+        policy=rules.policy,
+        size=1,
+        turn=turn.number,
+        is_cold=apart is None and _is_cold(prompt, taking),
+    )
+
+
+def has_room(prompt: PromptFacts, worker: WorkerView) -> bool:
+    """Whether there are blocks for what it misses, for the answer, and for the next block of everybody who is there."""
+    answer = -(-min(prompt.max_tokens, _EXPECTED_TOKENS) // worker.block_size)
+    growth = answer + worker.num_sequences
+    return worker.num_free_blocks >= prompt.num_missing_blocks(worker) + growth
+
+
+# -- both
+
+
+def _first_class(workers: Iterable[WorkerView], failed_on: frozenset[str] = frozenset()) -> list[WorkerView]:
+    """Those that take requests and that there is least against; one thing is worse than all that come after it."""
+
+    def objections(worker: WorkerView) -> tuple[bool, bool, bool]:
+        has_failed = worker.key.worker_id in failed_on
+        return has_failed, not worker.is_load_known, worker.cooling_down
+
+    taking = [worker for worker in workers if not worker.draining]
+    least = min(map(objections, taking), default=None)
+    return [worker for worker in taking if objections(worker) == least]
+
+
+def _is_cold(prompt: PromptFacts, workers: Sequence[WorkerView]) -> bool:
+    return not any(prompt.num_held(worker) for worker in workers)
+
+
+def _choose(
+    workers: Sequence[WorkerView],
+    order: Sequence[str],
+    *,
+    load: Callable[[WorkerView], int],
+    cost: Callable[[WorkerView], float],
+    policy: PlacementPolicy,
+    size: int,
+    turn: int,
+    is_cold: bool,
+) -> WorkerView:
+    """What the policy says of these workers."""
+    place_of = {name: index for index, name in enumerate(order)}
+    on_ring = sorted(workers, key=lambda w: (place_of.get(w.key.worker_id, len(order)), w.key))
+    options = tuple(Option(worker.key, load(worker), cost(worker)) for worker in on_ring)
+    chosen = POLICIES[policy](Choice(options, size, turn, is_cold))
+    return next(worker for worker in workers if worker.key == chosen.key)

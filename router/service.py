@@ -27,7 +27,7 @@ from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.cache_scopes import CacheScopes
 from router.config import RouterConfig
-from router.job import Job, RequestRunner, Tokens
+from router.job import Job, RequestRunner, Tokens, session_id_of
 from router.output import OutputStream
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
@@ -118,6 +118,7 @@ class InferenceServicer:
             async with _status_of_errors(context, request_id, end):
                 with self._admission.admit() as position:
                     call = await self._prepare(raw, request_id, position, context.time_remaining())
+                    call.job.session_id = session_id_of(context.invocation_metadata())
                     async with aclosing(self._run(call, end)) as responses:
                         async for response in responses:
                             yield response

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import FingerprintMismatchError, PacelineError, PeerLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
@@ -19,11 +20,13 @@ from paceline.v1 import inference_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.assignments import Assignments
 from router.decode_link import DecodeLink
-from router.placement import WorkerView
+from router.views import WorkerView
 
 _INFO_TIMEOUT_S = 5.0
 # A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
 _SILENCE_S = 10.0
+# Three reports that have not come: what it has to do by now is not known any more.
+_STALE_S = 3.0
 _RETRY_EVERY_S = 0.25
 _GOING_S = 0.5
 
@@ -41,6 +44,7 @@ class _Known:
     info: worker_pb2.GetInfoResponse
     load: worker_pb2.WatchLoadResponse
     link: DecodeLink | None
+    reported_s: float
     # Whether it has refused a prefill as draining; its load report follows.
     has_refused: bool = False
 
@@ -62,7 +66,7 @@ class _Known:
         """Whether it takes nothing new, as far as anyone has heard."""
         return self.load.draining or self.has_refused or (self.link is not None and self.link.is_draining)
 
-    def view(self, assignments: Assignments) -> WorkerView:
+    def view(self, assignments: Assignments, now_s: float) -> WorkerView:
         return WorkerView(
             key=self.key,
             address=self.address,
@@ -75,6 +79,7 @@ class _Known:
             num_pending_tokens=self.load.num_pending_tokens,
             draining=self.is_draining,
             cooling_down=self.load.cooling_down,
+            is_load_known=now_s - self.reported_s < _STALE_S,
             num_assigned_tokens=assignments.num_tokens(self.key),
             num_assigned_sequences=assignments.num_sequences(self.key),
         )
@@ -97,6 +102,7 @@ class WorkerRegistry:
     channels: Channels
     max_buffered_events: int
     assignments: Assignments = field(default_factory=Assignments)
+    clock: Clock = monotonic
     _known: dict[WorkerKey, _Known] = field(default_factory=dict)
     # Set, and replaced by a new one, when a worker has come or gone.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,7 +123,7 @@ class WorkerRegistry:
     def views(self, role: inference_pb2.WorkerRole) -> list[WorkerView]:
         """The workers of one tier."""
         return [
-            known.view(self.assignments)
+            known.view(self.assignments, self.clock())
             for known in self._known.values()
             if known.info.role == role and known.is_there
         ]
@@ -228,9 +234,9 @@ class WorkerRegistry:
         load: worker_pb2.WatchLoadResponse,
         link: DecodeLink | None,
     ) -> None:
-        fresh = _Known(address, info, load, link)
+        fresh = _Known(address, info, load, link, self.clock())
         known = self._known.setdefault(fresh.key, fresh)
-        known.load = load
+        known.load, known.reported_s = load, fresh.reported_s
         if known is fresh:
             log.info("worker_found", peer=info.worker_id, address=address, num_blocks=info.num_blocks)
             self._notify()

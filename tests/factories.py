@@ -19,7 +19,7 @@ from paceline.core.request import (
     WorkerId,
 )
 from paceline.core.ticket import KvTicket
-from router.placement import WorkerView
+from router.views import WorkerView
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
@@ -138,6 +138,7 @@ def make_worker(
     num_assigned_sequences: int = 0,
     draining: bool = False,
     cooling_down: bool = False,
+    is_load_known: bool = True,
     fingerprint: bytes = b"",
     block_size: int = BLOCK_SIZE,
 ) -> WorkerView:
@@ -156,6 +157,7 @@ def make_worker(
         num_assigned_tokens=num_assigned_tokens,
         num_assigned_sequences=num_assigned_sequences,
         cooling_down=cooling_down,
+        is_load_known=is_load_known,
     )
 
 

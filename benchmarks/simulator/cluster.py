@@ -128,7 +128,7 @@ class SimulatedCluster:
             return
         spec = spec_of(request, number, self._vocab_size)
         route = self._router.place(spec, self._agenda.now_s)
-        prompt_done = self._router.assign(route, len(spec.prompt_ids), leave)
+        prompt_done = self._router.assign(route, leave)
         prefill = self._workers[route.prefill.key] if route.prefill else None
         journey = Journey(number, request, spec, self._workers[route.decode.key], prefill, prompt_done, leave)
         self._journeys[spec.sequence_id] = journey

@@ -17,6 +17,7 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
 from paceline.runtime.memory import MemorySize
 from router.config import RouterConfig
+from router.policies import POLICIES
 
 FORMATS = """\
 traces (the content of a file says which it is; docs/simulator.md has examples):
@@ -24,7 +25,7 @@ traces (the content of a file says which it is; docs/simulator.md has examples):
                      "prefix": [["system", 256]], "priority": "standard", "tenant": "a"}
                      the public Azure CSV: TIMESTAMP,ContextTokens,GeneratedTokens
                      the public Mooncake JSON Lines: timestamp, input_length, output_length, hash_ids
-  poisson, gamma, chat
+  poisson, gamma, chat, zipf
                      made up: chat:requests=500,rate=4,prompt=256,output=64,system=128,turns=4,seed=1
 """
 
@@ -68,6 +69,9 @@ def add_scene_flags(parser: argparse.ArgumentParser) -> None:
         help="as of the router",
     )
     parser.add_argument(
+        "--placement", default=spec.placement, choices=tuple(POLICIES), help="as of the router"
+    )
+    parser.add_argument(
         "--kv-tokens",
         type=int,
         default=spec.num_kv_tokens,
@@ -109,6 +113,7 @@ def scene_of(args: argparse.Namespace) -> Scene:
         block_size=args.block_size,
         num_kv_tokens=_kv_tokens(args, cost),
         disaggregate=args.disaggregate,
+        placement=args.placement,
         max_requests=args.max_requests or None,
     )
     return Scene(load_trace(args.trace), cluster, cost, args.slo)

@@ -13,7 +13,10 @@ from paceline.engine.engine import EngineStats
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from router.admission import AdmissionController
 from router.assignments import Assignments
-from router.placement import PromptFacts, Route, WorkerView, place
+from router.hash_ring import prompt_key
+from router.placement import Route
+from router.placer import Placer
+from router.views import PromptFacts, WorkerView
 
 # How often a worker reports its load (paceline/worker/service.py).
 _REPORT_EVERY_S = 0.05
@@ -34,6 +37,7 @@ class SimulatedRouter:
         # Whatever else the router will come to decide at its door belongs here, beside the bound.
         self._admission = AdmissionController(spec.max_requests or _NO_BOUND)
         self._assignments = Assignments()
+        self._placer = Placer(spec.rules)
         self._index = MemoryPrefixIndex()
         self._reports: dict[WorkerKey, tuple[float, EngineStats]] = {}
 
@@ -46,17 +50,20 @@ class SimulatedRouter:
         root = chain_root(self._spec.decode.fingerprint, spec.cache_scope)
         hashes = hash_full_blocks(root, spec.prompt_ids, self._spec.block_size, spec.cache_scope)
         held = _at_once(self._index.lookup(hashes))
-        return place(
-            PromptFacts(len(spec.prompt_ids), held),
+        return self._placer.place(
+            PromptFacts(
+                len(spec.prompt_ids),
+                held,
+                max_tokens=spec.max_tokens,
+                ring_key=prompt_key(spec.prompt_ids, spec.cache_scope),
+            ),
             [self._view(worker, now_s) for worker in self._prefill],
             [self._view(worker, now_s) for worker in self._decode],
-            self._spec.disaggregate,
-            self._spec.local_prefill_tokens,
         )
 
-    def assign(self, route: Route, num_tokens: int, leave: ExitStack) -> Callable[[], None]:
+    def assign(self, route: Route, leave: ExitStack) -> Callable[[], None]:
         """Counts a request to its workers until `leave` is closed; call what it gives once the prompt is computed."""
-        return leave.enter_context(self._assignments.assign(route, num_tokens))
+        return leave.enter_context(self._assignments.assign(route))
 
     def note_changes(self, key: WorkerKey, changes: PrefixChanges) -> None:
         """What a worker's cache gained and lost in a step."""

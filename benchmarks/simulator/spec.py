@@ -10,7 +10,9 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
 from paceline.worker.config import WorkerConfig
 from router.config import RouterConfig
-from router.placement import DisaggregateMode
+from router.costs import RouteCosts
+from router.placement import DisaggregateMode, Rules
+from router.policies import PlacementPolicy
 
 _ONE_WORKER = Topology(0, 1)
 
@@ -55,7 +57,8 @@ class ClusterSpec:
     num_kv_tokens: int = 46_592
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     disaggregate: DisaggregateMode = _ROUTER["disaggregate"]
-    local_prefill_tokens: int = _ROUTER["local_prefill_tokens"]
+    placement: PlacementPolicy = _ROUTER["placement"]
+    handover_tokens: int = _ROUTER["handover_tokens"]
     # Requests under way at once; None: no bound.
     max_requests: int | None = None
 
@@ -69,6 +72,12 @@ class ClusterSpec:
             raise ConfigError(
                 f"--disaggregate always needs a prefill worker, and the topology is {self.topology}"
             )
+
+    @property
+    def rules(self) -> Rules:
+        """Those of the router; what could be pulled is computed, since pulls are not simulated."""
+        costs = RouteCosts(self.handover_tokens)
+        return Rules(self.disaggregate, self.placement, replace(costs, pulls=False))
 
     @property
     def num_blocks(self) -> int:

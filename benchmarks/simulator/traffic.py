@@ -17,14 +17,16 @@ class Traffic:
     rate: float = 2.0
     prompt: int = 256
     output: int = 64
-    # chat: tokens of the system prompt that all conversations begin with, and turns of a conversation.
+    # Tokens of a shared beginning. chat: all conversations have one; and turns of a conversation.
     system: int = 128
     turns: int = 4
+    # zipf: how many beginnings of `system` tokens there are.
+    prefixes: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuses what no user could send."""
-        for name in ("requests", "rate", "prompt", "output", "turns"):
+        for name in ("requests", "rate", "prompt", "output", "turns", "prefixes"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"--trace: {name} must be more than 0, not {getattr(self, name)}")
         if self.system < 0:
@@ -59,10 +61,24 @@ def chat(traffic: Traffic) -> Iterator[TraceRequest]:
         begun.append((conversation, num_prompt_tokens - traffic.system + num_output_tokens))
 
 
+def zipf(traffic: Traffic) -> Iterator[TraceRequest]:
+    """Requests behind shared prefixes, a few of them popular: the k-th is asked for 1/k as often as the first."""
+    chance, arrival_s = random.Random(traffic.seed), 0.0  # noqa: S311 - repeatable chance, no secret
+    ranks = range(1, traffic.prefixes + 1)
+    weights = [1 / rank for rank in ranks]
+    for _ in range(traffic.requests):
+        arrival_s += chance.expovariate(traffic.rate)
+        (rank,) = chance.choices(ranks, weights)
+        prefix = (PrefixPart(f"prefix {rank}", traffic.system),)
+        num_prompt_tokens = traffic.system + _length(chance, traffic.prompt)
+        yield TraceRequest(arrival_s, num_prompt_tokens, _length(chance, traffic.output), prefix)
+
+
 NAMED: dict[str, Callable[[Traffic], Iterator[TraceRequest]]] = {
     "poisson": poisson,
     "gamma": gamma,
     "chat": chat,
+    "zipf": zipf,
 }
 
 

@@ -80,6 +80,7 @@ def router_command(layout: Layout) -> tuple[str, ...]:
     return (
         *_service(layout, "router"),
         *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
+        *("--placement", layout.config.placement),
         *("--metrics-port", str(layout.metrics_port("router"))),
         *(part for pair in told for part in pair),
     )

@@ -15,6 +15,8 @@ from paceline.runtime.memory import MemorySize, shown_bytes
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
+# Those of the router, which this package does not import; a test holds the two alike.
+PLACEMENTS = ("prefix-aware", "consistent-hash", "least-loaded", "round-robin")
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
 
 
@@ -66,6 +68,7 @@ _DECIDED_HERE = frozenset(
         "prefill",
         "decode",
         "disaggregate",
+        "placement",
         "metrics_port",
         "pinned_prefixes",
     }
@@ -131,6 +134,7 @@ class UpConfig:
         None, "redis://... of the prefix table, or another form of URL; without it one is started here"
     )
     disaggregate: str = option("auto", "when to prefill apart", choices=("always", "auto", "never"))
+    placement: str = option("prefix-aware", "how the router chooses workers", choices=PLACEMENTS)
     host: str = option(
         "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
     )

@@ -93,12 +93,12 @@ def test_what_was_computed_before_is_not_sent_again() -> None:
 
 
 def test_placement_is_the_routers() -> None:
-    """`auto` keeps a short uncached rest on the decode worker; `never` keeps all; load is spread over a tier."""
+    """`auto` keeps a short prompt on the decode worker, and what would have to wait; `never` keeps all; load is spread."""
     trace = Trace("two", (TraceRequest(0.0, 10, 4), TraceRequest(0.0, 100, 4), TraceRequest(0.0, 100, 4)))
     assert [record.mode for record in run("1P1D", trace).requests] == [
         "local",
         "disaggregated",
-        "disaggregated",
+        "local",
     ]
     never = run("1P2D", trace, disaggregate="never").requests
     assert [record.mode for record in never] == ["local"] * 3

@@ -110,7 +110,7 @@ def test_the_simulator_decides_as_a_real_run_does(loaded: LoadedModel) -> None:
 def test_a_cluster_decides_alike_with_a_real_model_in_it(topology: str, loaded: LoadedModel) -> None:
     """Also across hand-overs; and with the model in it, the tokens are those of each prompt alone."""
     spec = ClusterSpec(
-        Topology.parse(topology), CONFIG, CONFIG, BLOCK_SIZE, SPEC.num_kv_tokens, local_prefill_tokens=4
+        Topology.parse(topology), CONFIG, CONFIG, BLOCK_SIZE, SPEC.num_kv_tokens, handover_tokens=1
     )
     heard: dict[SequenceId, list[int]] = defaultdict(list)
     real = simulate(

@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import pytest_asyncio
 import redis.asyncio
 
 from paceline.client import Completion
+from paceline.v1 import generation_pb2, inference_pb2
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from router.hash_ring import HashRing, prompt_key, session_key
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
 from tests.prefix_index.conftest import EmbeddedRedis
 from tests.tiny_model import VOCAB_SIZE
@@ -59,13 +63,35 @@ async def test_a_prompt_goes_where_its_prefix_is(cluster: Cluster) -> None:
         assert (answer.prefill_worker, answer.cached_tokens) == (worker, 640)
 
 
-async def test_without_the_table_nobody_knows(cluster: Cluster) -> None:
-    """With Redis gone the router cannot know that the second worker holds the prefix: it misses, and tokens are right."""
-    held = await on_two_workers(cluster)
-    cluster.local.kill("redis")
-    await until_the_router_sees_no_load(cluster)
-    answer = await complete(cluster, (*held["prefill-1"], 7))
-    assert (answer.prefill_worker, answer.cached_tokens) == ("prefill-0", 0)
+async def test_without_the_table_the_ring_keeps_prompts_together(cluster: Cluster) -> None:
+    """With Redis gone the router cannot know who holds a prefix, and all that begin with it go to one worker, where they hit."""
+    for worker, prompt in (await on_two_workers(cluster)).items():
+        (first, *_) = HashRing.of(["prefill-0", "prefill-1"]).walk(prompt_key(prompt, ""))
+        cluster.local.kill("redis")
+        await until_the_router_sees_no_load(cluster)
+        answers = [await complete(cluster, (*prompt, last)) for last in (7, 8)]
+        assert [answer.prefill_worker for answer in answers] == [first, first]
+        assert [answer.cached_tokens for answer in answers] == [640 if worker == first else 0, 640]
+
+
+async def test_a_session_stays_together(cluster: Cluster) -> None:
+    """Prompts of one session, named in the call's metadata, go to the worker where its id is on the ring, whatever they are."""
+    ring = HashRing.of(["prefill-0", "prefill-1"])
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub = InferenceServiceStub(channel)
+        for number, session in enumerate(("anna", "bert", "carl", "dora")):
+            for turn in range(2):
+                await until_the_router_sees_no_load(cluster)
+                # Nobody has seen any of them, nor do two of them begin alike.
+                ids = generation_pb2.TokenIds(
+                    ids=[(number + 7 * turn + 3 * i) % VOCAB_SIZE for i in range(40)]
+                )
+                request = inference_pb2.GenerateRequest(
+                    token_ids=ids, stopping=generation_pb2.StopConditions(max_tokens=2)
+                )
+                call = stub.Generate(request, metadata=(("paceline-session-id", session),))
+                workers = [e.prefill_done.prefill_worker async for e in call if e.HasField("prefill_done")]
+                assert workers == [next(ring.walk(session_key(session, "")))]
 
 
 async def until_the_router_sees_no_load(cluster: Cluster) -> None:

@@ -66,8 +66,9 @@ def test_a_worker_is_told_what_it_needs() -> None:
 
 
 def test_the_router_is_told_of_every_worker() -> None:
-    """The router gets the workers' addresses by tier, and how to disaggregate."""
-    command = router_command(_layout(UpConfig(topology="2P1D", disaggregate="always", redis="redis://far")))
+    """The router gets the workers' addresses by tier, and how to disaggregate and to place."""
+    config = UpConfig(topology="2P1D", disaggregate="always", placement="least-loaded", redis="redis://far")
+    command = router_command(_layout(config))
     assert _flags(command) == {
         "--listen": "127.0.0.1:7",
         "--model": "/m",
@@ -75,6 +76,7 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--prefill": "unix:/r/prefill-0.sock,unix:/r/prefill-1.sock",
         "--decode": "unix:/r/decode-0.sock",
         "--disaggregate": "always",
+        "--placement": "least-loaded",
         "--metrics-port": "-1",
     }
 

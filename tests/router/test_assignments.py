@@ -13,7 +13,7 @@ PREFILL, DECODE = make_worker("p0"), make_worker("d0")
 def test_tokens_count_until_the_prompt_is_done_and_the_sequence_until_its_end() -> None:
     """The prefill worker has the tokens, the decode worker the sequence, each for its own time."""
     assignments = Assignments()
-    with assignments.assign(Route(PREFILL, DECODE), 40) as prompt_done:
+    with assignments.assign(Route(PREFILL, DECODE, num_tokens=40)) as prompt_done:
         assert (assignments.num_tokens(PREFILL.key), assignments.num_tokens(DECODE.key)) == (40, 0)
         assert (assignments.num_sequences(PREFILL.key), assignments.num_sequences(DECODE.key)) == (0, 1)
         prompt_done()
@@ -25,7 +25,10 @@ def test_tokens_count_until_the_prompt_is_done_and_the_sequence_until_its_end() 
 def test_a_local_prompt_counts_to_the_decode_worker() -> None:
     """Without a prefill worker the decode worker has both, and several add up."""
     assignments = Assignments()
-    with assignments.assign(Route(None, DECODE), 40), assignments.assign(Route(None, DECODE), 2):
+    with (
+        assignments.assign(Route(None, DECODE, num_tokens=40)),
+        assignments.assign(Route(None, DECODE, num_tokens=2)),
+    ):
         assert (assignments.num_tokens(DECODE.key), assignments.num_sequences(DECODE.key)) == (42, 2)
     assert (assignments.num_tokens(DECODE.key), assignments.num_sequences(DECODE.key)) == (0, 0)
 
@@ -33,6 +36,6 @@ def test_a_local_prompt_counts_to_the_decode_worker() -> None:
 def test_an_attempt_that_fails_counts_no_more() -> None:
     """However the body ends, everything is taken back."""
     assignments = Assignments()
-    with pytest.raises(PeerLostError), assignments.assign(Route(PREFILL, DECODE), 40):
+    with pytest.raises(PeerLostError), assignments.assign(Route(PREFILL, DECODE, num_tokens=40)):
         raise PeerLostError("prefill-0 is lost")
     assert (assignments.num_tokens(PREFILL.key), assignments.num_sequences(DECODE.key)) == (0, 0)

@@ -25,6 +25,7 @@ from paceline.core.request import BootEpoch, FinishReason, Priority, SequenceSpe
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.v1.prefill_pb2 import PrefillResponse
 from router.dispatcher import Dispatcher
+from router.hash_ring import HashRing, prompt_key
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from tests.factories import BLOCK_SIZE, FINGERPRINT, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster, token_ids
@@ -163,14 +164,31 @@ async def test_many_requests_share_one_stream() -> None:
 
 
 async def test_the_index_decides_where_a_prefix_goes() -> None:
-    """What the table says about the prompt's blocks reaches placement, unless the cache is bypassed."""
+    """What the table says about the prompt's blocks reaches placement, unless the cache is bypassed: then the ring decides."""
     bypass = make_spec("bypass", SPEC.prompt_ids, max_tokens=6, bypass_cache=True)
     async with scripted_cluster(2, 1) as cluster:
-        await cluster.index.publish(WorkerKey(WorkerId("prefill-1"), BootEpoch(1)), _prefix_entries())
+        (first, *_) = HashRing.of(["prefill-0", "prefill-1"]).walk(prompt_key(SPEC.prompt_ids, ""))
+        on_ring, other = cluster.prefill if first == "prefill-0" else cluster.prefill[::-1]
+        other_id = WorkerId(other.info.worker_id)
+        await cluster.index.publish(WorkerKey(other_id, BootEpoch(1)), _prefix_entries())
         await cluster.run(cluster.job(SPEC))
         await cluster.run(cluster.job(bypass))
-    assert [len(worker.prefills) for worker in cluster.prefill] == [1, 1]
-    assert cluster.prefill[1].prefills[0].sequence_id == SPEC.sequence_id
+    assert [spec.sequence_id for spec in other.prefills] == [SPEC.sequence_id]
+    assert [spec.sequence_id for spec in on_ring.prefills] == [bypass.sequence_id]
+
+
+async def test_a_session_stays_on_one_worker_without_a_table() -> None:
+    """Prompts that have nothing in common go where the session's id is on the ring, and other sessions elsewhere."""
+    async with scripted_cluster(4, 1) as cluster:
+        for session in range(8):
+            before = [len(worker.prefills) for worker in cluster.prefill]
+            for number in range(3):
+                job = cluster.job(make_spec(f"r{session}-{number}", (session, number), max_tokens=2))
+                job.session_id = f"chat {session}"
+                await cluster.run(job)
+            after = [len(worker.prefills) for worker in cluster.prefill]
+            assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0, 0, 0, 3]
+        assert sum(bool(worker.prefills) for worker in cluster.prefill) > 1
 
 
 class TogetherIndex(MemoryPrefixIndex):
@@ -225,7 +243,7 @@ async def test_a_lost_prefill_is_tried_again(
 ) -> None:
     """Whenever it breaks: a new attempt gives every token once, and what the old one held goes back."""
     reason = error.reason if isinstance(error, PacelineError) else "PEER_LOST"
-    async with scripted_cluster(2, 1) as cluster:
+    async with scripted_cluster(2, 1, placement="round-robin") as cluster:
         cluster.prefill[0].prefill_scripts.append(prefill_that(*steps, then=error))
         cluster.decode[0].decode_scripts += [decode_that()] * bool(steps)
         events = await cluster.run(cluster.job(SPEC))

@@ -73,7 +73,7 @@ async def test_a_prompt_of_one_token_is_computed_without_entries(disaggregate: s
 
 async def test_a_prefill_lost_midway_is_told_anew_by_the_next_one() -> None:
     """What the lost worker had told is dropped with it: nothing is doubled, and nothing is left out."""
-    async with scripted_cluster(num_prefill=2) as cluster:
+    async with scripted_cluster(num_prefill=2, placement="round-robin") as cluster:
         cluster.prefill[0].prefill_scripts.append(prefill_that(started, _some, then=BreakStreamError()))
         events = await cluster.run(cluster.job(SPEC))
     assert _told(events) == [entries(SPEC)]
@@ -138,7 +138,7 @@ async def test_a_decode_worker_that_leaves_entries_out_is_not_believed() -> None
 async def test_cached_blocks_do_not_make_a_prompt_short() -> None:
     """It is computed whole, and so handed over, though decode holds nearly all of it; one that is not told stays there."""
     plain = make_spec("plain", SPEC.prompt_ids, max_tokens=6)
-    async with scripted_cluster(disaggregate="auto", local_prefill_tokens=8) as cluster:
+    async with scripted_cluster(disaggregate="auto", handover_tokens=0) as cluster:
         hashes = hash_full_blocks(chain_root(FINGERPRINT.digest(), ""), SPEC.prompt_ids, BLOCK_SIZE)
         key = WorkerKey(WorkerId("decode-0"), BootEpoch(1))
         await cluster.index.publish(

@@ -8,7 +8,7 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from paceline.runtime.wire_internal import fingerprint_to_proto
-from router.placement import WorkerView
+from router.views import WorkerView
 from tests.factories import FINGERPRINT, make_fingerprint, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster
 from tests.router.scripted_workers import ScriptedWorker, decode_that

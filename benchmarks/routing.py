@@ -1,0 +1,108 @@
+"""`./run bench routing`: the placement policies side by side on simulated workers, on shared prefixes and on conversations."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulator.cluster import simulate
+from benchmarks.simulator.cost import load_cost
+from benchmarks.simulator.options import say, write_json
+from benchmarks.simulator.records import Result
+from benchmarks.simulator.report import report
+from benchmarks.simulator.spec import ClusterSpec
+from benchmarks.simulator.traffic import made_up
+from paceline.launcher.config import Topology
+from router.policies import POLICIES, PlacementPolicy
+
+# By the prefix of their keys. Together the beginnings of the first take several times what one worker's cache holds.
+_TRACES = {
+    "": "zipf:requests={requests},rate=36,prompt=64,output=32,system=768,prefixes=96,seed=7",
+    "chat_": "chat:requests={requests},rate=36,prompt=96,output=48,system=64,turns=6,seed=7",
+}
+_KV_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy on one trace. The load of a worker is the time that its steps took; the spread is that of the less even tier."""
+
+    hit_ratio: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    max_over_mean_load: float
+    local_share: float
+    finished_share: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs every policy on both traces; always 0, since no promise is broken by a number."""
+    parser = argparse.ArgumentParser("./run bench routing", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    parser.add_argument("--topology", default="0P8D", help="workers of each tier, xPyD (default: 0P8D)")
+    parser.add_argument("--requests", type=int, default=2000, help="of each trace (default: 2000)")
+    parser.add_argument(
+        "--cost",
+        default="textbook",
+        help="textbook, linear, or the file of `./run bench fit` (default: textbook)",
+    )
+    args = parser.parse_args(argv)
+    cost, topology = load_cost(args.cost), Topology.parse(args.topology)
+    found: dict[str, Any] = {"topology": str(topology), "cost_model": cost.name}
+    for prefix, text in _TRACES.items():
+        trace = made_up(text.format(requests=args.requests))
+        print(f"{trace.name} on {topology}\n{_HEAD}")
+        for policy in POLICIES:
+            say(f"simulating {policy}")
+            spec = ClusterSpec(topology, num_kv_tokens=_KV_TOKENS, placement=policy)
+            row = row_of(simulate(trace, spec, cost))
+            print(_line(policy, row))
+            found |= _keys(prefix, policy, row)
+    write_json(args.json, found)
+    return 0
+
+
+def row_of(result: Result) -> Row:
+    """What came of a run."""
+    numbers = report(result)
+    return Row(
+        hit_ratio=numbers.cache_hit_share,
+        ttft_p50_ms=1e3 * numbers.ttft_s.p50,
+        ttft_p95_ms=1e3 * numbers.ttft_s.p95,
+        max_over_mean_load=_max_over_mean(result),
+        local_share=numbers.mode_shares.get("local", 0.0),
+        finished_share=numbers.num_finished / numbers.num_requests,
+    )
+
+
+def _max_over_mean(result: Result) -> float:
+    busy_s = dict.fromkeys((worker.worker for worker in result.workers), 0.0)
+    for step in result.steps:
+        busy_s[step.worker] += step.end_s - step.start_s
+    tiers: dict[str, list[float]] = {}
+    for worker in result.workers:
+        tiers.setdefault(worker.worker.partition("-")[0], []).append(busy_s[worker.worker])
+    return max(max(loads) * len(loads) / sum(loads) for loads in tiers.values() if sum(loads))
+
+
+_HEAD = f"{'policy':<18}{'hits':>8}{'TTFT p50':>12}{'p95':>12}{'max/mean':>10}{'local':>8}{'finished':>10}"
+
+
+def _line(policy: str, row: Row) -> str:
+    return (
+        f"{policy:<18}{row.hit_ratio:>8.1%}{row.ttft_p50_ms:>9.1f} ms{row.ttft_p95_ms:>9.1f} ms"
+        f"{row.max_over_mean_load:>10.2f}{row.local_share:>8.0%}{row.finished_share:>10.1%}"
+    )
+
+
+def _keys(prefix: str, policy: PlacementPolicy, row: Row) -> dict[str, float]:
+    """For `--json`: the plain keys are of the shared prefixes, those that begin with `chat_` of the conversations."""
+    name = f"{prefix}{policy.replace('-', '_')}"
+    return {
+        f"{name}_hit_ratio": row.hit_ratio,
+        f"{name}_ttft_p50_ms": row.ttft_p50_ms,
+        f"{name}_ttft_p95_ms": row.ttft_p95_ms,
+        f"{name}_max_over_mean_load": row.max_over_mean_load,
+        f"{name}_finished_share": row.finished_share,
+    }
