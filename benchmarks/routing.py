@@ -1,11 +1,12 @@
-"""`./run bench routing`: the placement policies side by side on simulated workers, on shared prefixes and on conversations."""
+"""`./run bench routing`: the placement policies side by side, on simulated workers and on a real 2P2D cluster of fake runners."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.routing_real import run_real
 from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import load_cost
 from benchmarks.simulator.options import say, write_json
@@ -14,6 +15,7 @@ from benchmarks.simulator.report import report
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.traffic import made_up
 from paceline.launcher.config import Topology
+from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 from router.policies import POLICIES, PlacementPolicy
 
 # By the prefix of their keys. Together the beginnings of the first take several times what one worker's cache holds.
@@ -21,6 +23,7 @@ _TRACES = {
     "": "zipf:requests={requests},rate=36,prompt=64,output=32,system=768,prefixes=96,seed=7",
     "chat_": "chat:requests={requests},rate=36,prompt=96,output=48,system=64,turns=6,seed=7",
 }
+_REAL_TRACE = "zipf:requests={requests},rate=9,prompt=64,output=16,system=512,prefixes=24,seed=7"
 _KV_TOKENS = 16_384
 
 
@@ -47,43 +50,72 @@ def main(argv: Sequence[str]) -> int:
         default="textbook",
         help="textbook, linear, or the file of `./run bench fit` (default: textbook)",
     )
+    parser.add_argument("--no-real", action="store_true", help="simulate only: start no processes")
+    parser.add_argument(
+        "--real-requests", type=int, default=200, help="of the real cluster's trace (default: 200)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="whose tokenizer the real cluster has (default: the default model)",
+    )
     args = parser.parse_args(argv)
     cost, topology = load_cost(args.cost), Topology.parse(args.topology)
     found: dict[str, Any] = {"topology": str(topology), "cost_model": cost.name}
     for prefix, text in _TRACES.items():
         trace = made_up(text.format(requests=args.requests))
-        print(f"{trace.name} on {topology}\n{_HEAD}")
+        print(f"{trace.name} on {topology}, simulated\n{_HEAD}")
         for policy in POLICIES:
             say(f"simulating {policy}")
             spec = ClusterSpec(topology, num_kv_tokens=_KV_TOKENS, placement=policy)
-            row = row_of(simulate(trace, spec, cost))
+            row = row_of_simulation(simulate(trace, spec, cost))
             print(_line(policy, row))
             found |= _keys(prefix, policy, row)
+    if not args.no_real:
+        found |= _real(args.model or resolve_model(DEFAULT_MODEL.name, say), args.real_requests)
     write_json(args.json, found)
     return 0
 
 
-def row_of(result: Result) -> Row:
-    """What came of a run."""
+def _real(model: Path, num_requests: int) -> dict[str, float]:
+    """The section of the real cluster; its keys begin with `real_`."""
+    trace, found = made_up(_REAL_TRACE.format(requests=num_requests)), dict[str, float]()
+    print(f"{trace.name} on 2P2D, real processes with fake runners\n{_HEAD}")
+    for policy in POLICIES:
+        say(f"running {policy}")
+        records, steps = run_real(policy, trace, model)
+        row = _row(Result(tuple(records), (), ()), steps)
+        print(_line(policy, row))
+        found |= _keys("real_", policy, row)
+    return found
+
+
+def row_of_simulation(result: Result) -> Row:
+    """What came of a simulated run."""
+    busy_s = dict.fromkeys((worker.worker for worker in result.workers), 0.0)
+    for step in result.steps:
+        busy_s[step.worker] += step.end_s - step.start_s
+    return _row(result, busy_s)
+
+
+def _row(result: Result, loads: Mapping[str, float]) -> Row:
     numbers = report(result)
     return Row(
         hit_ratio=numbers.cache_hit_share,
         ttft_p50_ms=1e3 * numbers.ttft_s.p50,
         ttft_p95_ms=1e3 * numbers.ttft_s.p95,
-        max_over_mean_load=_max_over_mean(result),
+        max_over_mean_load=_max_over_mean(loads),
         local_share=numbers.mode_shares.get("local", 0.0),
         finished_share=numbers.num_finished / numbers.num_requests,
     )
 
 
-def _max_over_mean(result: Result) -> float:
-    busy_s = dict.fromkeys((worker.worker for worker in result.workers), 0.0)
-    for step in result.steps:
-        busy_s[step.worker] += step.end_s - step.start_s
+def _max_over_mean(loads: Mapping[str, float]) -> float:
     tiers: dict[str, list[float]] = {}
-    for worker in result.workers:
-        tiers.setdefault(worker.worker.partition("-")[0], []).append(busy_s[worker.worker])
-    return max(max(loads) * len(loads) / sum(loads) for loads in tiers.values() if sum(loads))
+    for worker, load in loads.items():
+        tiers.setdefault(worker.partition("-")[0], []).append(load)
+    return max(max(each) * len(each) / sum(each) for each in tiers.values() if sum(each))
 
 
 _HEAD = f"{'policy':<18}{'hits':>8}{'TTFT p50':>12}{'p95':>12}{'max/mean':>10}{'local':>8}{'finished':>10}"
@@ -97,7 +129,7 @@ def _line(policy: str, row: Row) -> str:
 
 
 def _keys(prefix: str, policy: PlacementPolicy, row: Row) -> dict[str, float]:
-    """For `--json`: the plain keys are of the shared prefixes, those that begin with `chat_` of the conversations."""
+    """For `--json`: the plain keys are of the shared prefixes, `chat_` of the conversations, `real_` of the real cluster."""
     name = f"{prefix}{policy.replace('-', '_')}"
     return {
         f"{name}_hit_ratio": row.hit_ratio,

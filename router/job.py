@@ -77,7 +77,7 @@ class Job:
     is_prompt_told: bool = False
     # Where the prompt of the attempt under way is computed.
     prefill_worker: str = ""
-    # Prefill workers whose attempt failed, whoever's fault it was; others come first.
+    # Workers that computed the prompt in an attempt that failed, whoever's fault it was; others come first.
     failed_on: set[str] = field(default_factory=set)
     attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
     # What the client calls the conversation that this belongs to; empty: nothing.

@@ -127,7 +127,7 @@ def _choose_decode(
     rules: Rules,
     turn: Turn,
 ) -> WorkerView:
-    taking = _first_class(decode)
+    taking = _first_class(decode, prompt.failed_on)
     if not taking:
         raise NoEndpointError("no decode worker is there; start one or wait until it is up")
 
@@ -146,7 +146,7 @@ def _choose_decode(
         load=lambda worker: worker.num_sequences,
         cost=cost,
         policy=rules.policy,
-        size=1,
+        size=prompt.num_candidates,
         turn=turn.number,
         is_cold=apart is None and _is_cold(prompt, taking),
     )
@@ -155,14 +155,14 @@ def _choose_decode(
 def has_room(prompt: PromptFacts, worker: WorkerView) -> bool:
     """Whether there are blocks for what it misses, for the answer, and for the next block of everybody who is there."""
     answer = -(-min(prompt.max_tokens, _EXPECTED_TOKENS) // worker.block_size)
-    growth = answer + worker.num_sequences
+    growth = answer * prompt.num_candidates + worker.num_sequences
     return worker.num_free_blocks >= prompt.num_missing_blocks(worker) + growth
 
 
 # -- both
 
 
-def _first_class(workers: Iterable[WorkerView], failed_on: frozenset[str] = frozenset()) -> list[WorkerView]:
+def _first_class(workers: Iterable[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
     """Those that take requests and that there is least against; one thing is worse than all that come after it."""
 
     def objections(worker: WorkerView) -> tuple[bool, bool, bool]:

@@ -29,6 +29,7 @@ class PromptLookup:
             num_tokens=len(known_ids),
             held_blocks=held,
             failed_on=frozenset(job.failed_on),
+            num_candidates=len(job.candidates),
             max_tokens=max(0, job.spec.max_tokens - len(job.output_ids)),
             # Of the prompt alone: what has come of it so far does not change where it belongs.
             ring_key=session_key(job.session_id, scope)

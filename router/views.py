@@ -46,10 +46,11 @@ class PromptFacts:
 
     num_tokens: int
     held_blocks: Mapping[WorkerKey, int]
-    # Names of prefill workers where an earlier attempt failed; one that answers nothing may still seem to be there.
+    # Names of workers that computed it in an attempt that failed; one that answers nothing may still seem to be there.
     failed_on: frozenset[str] = frozenset()
-    # The most output tokens that may follow.
+    # The most output tokens that may follow, for each candidate.
     max_tokens: int = 0
+    num_candidates: int = 1
     # Where it stands on the ring: what its prompt begins with, or its session.
     ring_key: bytes = b""
 

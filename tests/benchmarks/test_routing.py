@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.routing import main, row_of
+from benchmarks.routing import main, row_of_simulation
 from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import TEXTBOOK
 from benchmarks.simulator.spec import ClusterSpec
@@ -19,7 +19,7 @@ from router.policies import POLICIES
 def test_it_gives_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each policy on each trace: ratios are ratios, and whoever looks where prefixes lie hits more than who goes round."""
     file = tmp_path / "found.json"
-    assert main(["--requests", "250", "--json", str(file)]) == 0
+    assert main(["--no-real", "--requests", "250", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     for prefix in ("", "chat_"):
         for policy in (name.replace("-", "_") for name in POLICIES):
@@ -33,12 +33,24 @@ def test_it_gives_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "consistent-hash" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
+def test_a_real_cluster_gives_its_keys_too(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Each policy starts four workers and a router, and every request gets its tokens."""
+    file, model = tmp_path / "found.json", ["--model", str(tiny_tokenizer_dir)]
+    assert main(["--requests", "20", "--real-requests", "12", *model, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    for policy in (name.replace("-", "_") for name in POLICIES):
+        assert found[f"real_{policy}_finished_share"] == 1
+        assert 0 < found[f"real_{policy}_ttft_p50_ms"] <= found[f"real_{policy}_ttft_p95_ms"]
+        assert 1 <= found[f"real_{policy}_max_over_mean_load"] <= 2
+
+
 def test_load_is_compared_within_a_tier() -> None:
     """Tiers do different work: the spread is that of the less even one, and a tier of one is even."""
     trace = made_up("zipf:requests=60,rate=30,system=64,prefixes=4,seed=1")
-    assert row_of(simulate(trace, ClusterSpec(Topology(1, 1)), TEXTBOOK)).max_over_mean_load == 1
+    assert row_of_simulation(simulate(trace, ClusterSpec(Topology(1, 1)), TEXTBOOK)).max_over_mean_load == 1
     turns = ClusterSpec(Topology(2, 2), disaggregate="always", placement="round-robin")
-    assert 1 <= row_of(simulate(trace, turns, TEXTBOOK)).max_over_mean_load < 2
+    assert 1 <= row_of_simulation(simulate(trace, turns, TEXTBOOK)).max_over_mean_load < 2
 
 
 def test_a_few_beginnings_of_zipf_traffic_are_popular() -> None:

@@ -181,6 +181,9 @@ def test_a_worker_where_the_last_attempt_failed_comes_last() -> None:
     failed = replace(_prompt(p0=9), failed_on=frozenset({"p0"}))
     assert _place(failed)[0] == "p1"
     assert _place(failed, prefill=[PREFILL[0]])[0] == "p0"
+    local = replace(_prompt(d0=9), failed_on=frozenset({"d0"}))
+    assert _place(local, mode="never")[1] == "d1"
+    assert _place(local, decode=DECODE[:1], mode="never")[1] == "d0"
 
 
 # -- which decode worker
@@ -200,6 +203,10 @@ def test_room_to_grow_counts() -> None:
     for num_free_blocks, num_running, chosen in ((13, 0, "d0"), (12, 0, "d1"), (18, 5, "d0"), (17, 5, "d1")):
         tight = make_worker("d0", num_free_blocks=num_free_blocks, num_running=num_running)
         assert _place(prompt, decode=[tight, make_worker("d1", num_running=20)])[1] == chosen
+    several = replace(prompt, num_candidates=2)
+    for num_free_blocks, chosen in ((16, "d0"), (15, "d1")):
+        tight = make_worker("d0", num_free_blocks=num_free_blocks)
+        assert _place(several, decode=[tight, make_worker("d1", num_running=20)])[1] == chosen
     long = replace(_prompt(40), max_tokens=100_000)
     roomy = make_worker("d0", num_free_blocks=74)
     assert _place(long, decode=[roomy, make_worker("d1", num_running=5, num_free_blocks=5000)])[1] == "d0"

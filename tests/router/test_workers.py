@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from paceline.core.clock import ManualClock, monotonic
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
@@ -52,6 +53,20 @@ async def test_load_reports_are_taken_over() -> None:
         await _until_view(cluster, "prefill-0", draining=True, num_running=0, cooling_down=False)
         cluster.prefill[0].report(cooling_down=True)
         await _until_view(cluster, "prefill-0", draining=False, cooling_down=True)
+
+
+async def test_a_load_that_is_not_reported_any_more_is_not_known() -> None:
+    """After three seconds without a report nobody knows what a worker has to do; its next report says it again."""
+    async with scripted_cluster() as cluster:
+        clock = cluster.registry.clock = ManualClock(monotonic())
+        cluster.prefill[0].report(num_running=1)
+        await _until_view(cluster, "prefill-0", num_running=1, is_load_known=True)
+        clock.advance(2.9)
+        assert _view(cluster, "prefill-0").is_load_known
+        clock.advance(0.2)
+        assert not _view(cluster, "prefill-0").is_load_known
+        cluster.prefill[0].report(num_running=2)
+        await _until_view(cluster, "prefill-0", num_running=2, is_load_known=True)
 
 
 async def test_a_worker_that_dies_is_gone_and_comes_back_as_another() -> None:
