@@ -23,7 +23,7 @@ _TRACES = {
     "": "zipf:requests={requests},rate=36,prompt=64,output=32,system=768,prefixes=96,seed=7",
     "chat_": "chat:requests={requests},rate=36,prompt=96,output=48,system=64,turns=6,seed=7",
 }
-_REAL_TRACE = "zipf:requests={requests},rate=9,prompt=64,output=16,system=512,prefixes=24,seed=7"
+_REAL_TRACE = "zipf:requests={requests},rate=8,prompt=64,output=16,system=512,prefixes=64,seed=7"
 _KV_TOKENS = 16_384
 
 
@@ -52,7 +52,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--no-real", action="store_true", help="simulate only: start no processes")
     parser.add_argument(
-        "--real-requests", type=int, default=200, help="of the real cluster's trace (default: 200)"
+        "--real-requests", type=int, default=240, help="of the real cluster's trace (default: 240)"
+    )
+    parser.add_argument(
+        "--prefix-pull",
+        default="auto",
+        choices=("auto", "never"),
+        help="whether workers of the real cluster pull what others have cached (default: auto, as they do)",
     )
     parser.add_argument(
         "--model",
@@ -73,18 +79,19 @@ def main(argv: Sequence[str]) -> int:
             print(_line(policy, row))
             found |= _keys(prefix, policy, row)
     if not args.no_real:
-        found |= _real(args.model or resolve_model(DEFAULT_MODEL.name, say), args.real_requests)
+        model = args.model or resolve_model(DEFAULT_MODEL.name, say)
+        found |= _real(model, args.real_requests, args.prefix_pull)
     write_json(args.json, found)
     return 0
 
 
-def _real(model: Path, num_requests: int) -> dict[str, float]:
+def _real(model: Path, num_requests: int, prefix_pull: str) -> dict[str, float]:
     """The section of the real cluster; its keys begin with `real_`."""
     trace, found = made_up(_REAL_TRACE.format(requests=num_requests)), dict[str, float]()
-    print(f"{trace.name} on 2P2D, real processes with fake runners\n{_HEAD}")
+    print(f"{trace.name} on 2P2D, real processes with fake runners, pulls: {prefix_pull}\n{_HEAD}")
     for policy in POLICIES:
         say(f"running {policy}")
-        records, steps = run_real(policy, trace, model)
+        records, steps = run_real(policy, trace, model, prefix_pull)
         row = _row(Result(tuple(records), (), ()), steps)
         print(_line(policy, row))
         found |= _keys("real_", policy, row)

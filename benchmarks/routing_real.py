@@ -21,32 +21,25 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.policies import PlacementPolicy
 
 # A cold prompt takes some five steps of prefill, a cached one a single step; the beginnings do not all fit into one cache.
-_SETTINGS = """\
-[prefill]
-fake_step_ms = 20
-max_num_batched_tokens = 128
-num_blocks = 512
-[decode]
-fake_step_ms = 20
-max_num_batched_tokens = 128
-num_blocks = 512
-"""
+_SETTINGS = {"fake_step_ms": "20", "max_num_batched_tokens": "128", "num_blocks": "512"}
 
 
 def run_real(
-    policy: PlacementPolicy, trace: Trace, model: Path
+    policy: PlacementPolicy, trace: Trace, model: Path, prefix_pull: str
 ) -> tuple[list[RequestRecord], Mapping[str, int]]:
     """What came of each request, and the steps that each worker took. Of `model` only the tokenizer is used."""
-    return asyncio.run(_run(policy, trace, model))
+    return asyncio.run(_run(policy, trace, model, prefix_pull))
 
 
 async def _run(
-    policy: PlacementPolicy, trace: Trace, model: Path
+    policy: PlacementPolicy, trace: Trace, model: Path, prefix_pull: str
 ) -> tuple[list[RequestRecord], Mapping[str, int]]:
     vocab_size = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "paceline.toml"
-        file.write_text(_SETTINGS)
+        settings = "".join(f"{name} = {value}\n" for name, value in _SETTINGS.items())
+        settings += f'prefix_pull = "{prefix_pull}"\n'
+        file.write_text("".join(f"[{tier}]\n{settings}" for tier in ("prefill", "decode")))
         config = UpConfig(config=str(file), topology="2P2D", runner="fake", placement=policy, port=0)
         async with LocalCluster(config, model) as local, PacelineClient(local.address) as client:
             before = await _steps(local.worker_addresses)
