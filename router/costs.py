@@ -3,7 +3,7 @@
 The numbers are few and plain, and docs/routing.md says where each comes from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from router.views import PromptFacts, WorkerView
@@ -28,15 +28,25 @@ class RouteCosts:
     pulls: bool = True
 
 
-def local_cost(
-    prompt: PromptFacts, decode: WorkerView, everybody: Sequence[WorkerView], costs: RouteCosts
-) -> float:
+# How many of a prompt's tokens somebody could lend, by the fingerprint of those that can use them.
+Lendable = Mapping[bytes, int]
+
+
+def lendable(prompt: PromptFacts, everybody: Iterable[WorkerView], costs: RouteCosts) -> Lendable:
+    """What can be pulled; also from one that drains."""
+    most: dict[bytes, int] = {}
+    for worker in everybody if costs.pulls else ():
+        most[worker.fingerprint] = max(most.get(worker.fingerprint, 0), prompt.num_held_tokens(worker))
+    return most
+
+
+def local_cost(prompt: PromptFacts, decode: WorkerView, lent: Lendable, costs: RouteCosts) -> float:
     """The decode worker computes the prompt.
 
     Its queue, what is to be pulled and computed, and the wait of those that decode there meanwhile: one more than are there now,
     since somebody may come. The prompt's last token holds nobody up: it is computed as each of theirs is.
     """
-    computed, pulled = _work(prompt, decode, everybody, costs)
+    computed, pulled = _work(prompt, decode, lent)
     waiting = (computed - 1) * (decode.num_sequences + 1)
     return _queue(decode) + computed + waiting * costs.disturbance + pulled * costs.moved_token
 
@@ -45,11 +55,11 @@ def apart_cost(
     prompt: PromptFacts,
     prefill: WorkerView,
     decode: WorkerView,
-    everybody: Sequence[WorkerView],
+    lent: Lendable,
     costs: RouteCosts,
 ) -> float:
     """A prefill worker computes the prompt: its queue, its work, the hand-over and the blocks that decode does not hold."""
-    computed, pulled = _work(prompt, prefill, everybody, costs)
+    computed, pulled = _work(prompt, prefill, lent)
     num_moved = pulled + prompt.num_uncached_tokens(decode)
     return _queue(prefill) + computed + costs.handover_tokens + num_moved * costs.moved_token
 
@@ -71,12 +81,8 @@ def _queue(worker: WorkerView) -> int:
     return worker.num_queued_tokens + (0 if worker.is_load_known else _UNKNOWN_TOKENS)
 
 
-def _work(
-    prompt: PromptFacts, worker: WorkerView, everybody: Sequence[WorkerView], costs: RouteCosts
-) -> tuple[int, int]:
+def _work(prompt: PromptFacts, worker: WorkerView, lent: Lendable) -> tuple[int, int]:
     """How many tokens it computes, and how many it pulls from whoever holds most."""
-    own = most = prompt.num_held_tokens(worker)
-    if costs.pulls:
-        alike = [each for each in everybody if each.fingerprint == worker.fingerprint]
-        most = max([own, *(prompt.num_held_tokens(each) for each in alike)])
+    own = prompt.num_held_tokens(worker)
+    most = max(own, lent.get(worker.fingerprint, 0))
     return prompt.num_tokens - most, most - own

@@ -7,7 +7,15 @@ from typing import Final, Literal
 
 from paceline.core.errors import NoEndpointError
 from paceline.core.prefix import PrefixHint, PrefixOwner
-from router.costs import RouteCosts, apart_cost, batch_cost, local_cost, prefill_cost
+from router.costs import (
+    Lendable,
+    RouteCosts,
+    apart_cost,
+    batch_cost,
+    lendable,
+    local_cost,
+    prefill_cost,
+)
 from router.policies import POLICIES, Choice, Option, PlacementPolicy
 from router.views import PromptFacts, WorkerView
 
@@ -66,11 +74,12 @@ def place(
 ) -> Route:
     """The route of one request; raises NoEndpointError when a tier that it needs has nobody who takes requests."""
     everybody = (*prefill, *decode)
+    lent = lendable(prompt, everybody, rules.costs)
     apart = _choose_prefill(prompt, prefill, rules, turn)
-    chosen = _choose_decode(prompt, apart, decode, everybody, rules, turn)
+    chosen = _choose_decode(prompt, apart, decode, lent, rules, turn)
     if apart is not None and rules.mode == "auto":
-        local = local_cost(prompt, chosen, everybody, rules.costs)
-        apart = apart if apart_cost(prompt, apart, chosen, everybody, rules.costs) < local else None
+        local = local_cost(prompt, chosen, lent, rules.costs)
+        apart = apart if apart_cost(prompt, apart, chosen, lent, rules.costs) < local else None
     computing = apart or chosen
     hint = prefix_hint(prompt, computing, everybody)
     return Route(apart, chosen, hint, prompt.num_uncached_tokens(computing))
@@ -123,7 +132,7 @@ def _choose_decode(
     prompt: PromptFacts,
     apart: WorkerView | None,
     decode: Sequence[WorkerView],
-    everybody: Sequence[WorkerView],
+    lent: Lendable,
     rules: Rules,
     turn: Turn,
 ) -> WorkerView:
@@ -135,9 +144,9 @@ def _choose_decode(
         """That of the cheapest way to have the request there."""
         ways = []
         if apart is not None:
-            ways.append(apart_cost(prompt, apart, worker, everybody, rules.costs))
+            ways.append(apart_cost(prompt, apart, worker, lent, rules.costs))
         if apart is None or rules.mode == "auto":
-            ways.append(local_cost(prompt, worker, everybody, rules.costs))
+            ways.append(local_cost(prompt, worker, lent, rules.costs))
         return min(ways) + batch_cost(worker, rules.costs)
 
     return _choose(
