@@ -23,7 +23,7 @@ from paceline.v1 import inference_pb2
 # As long as steps of the default model on a small machine.
 _STEP_S = 0.04
 _NUM_PROBES = 15
-# Of the probes: below the router's bound for computing on the decode worker, and above it. Their own tokens only.
+# Of the probes: what an idle cluster computes on the decode worker, and what it hands over. Their own tokens only.
 _SHORT, _LONG = 12, 100
 
 

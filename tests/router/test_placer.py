@@ -60,8 +60,9 @@ def test_turns_go_round_and_a_request_that_is_not_placed_takes_none() -> None:
     assert placer.stats().num_placed == 6
 
 
-def test_distinct_prompts_leave_nothing_behind() -> None:
-    """Memory is flat over thousands of them: rings have points for workers, not for keys."""
+@pytest.mark.parametrize("num_prompts", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_distinct_prompts_leave_nothing_behind(num_prompts: int) -> None:
+    """Memory is flat over many of them: rings have points for workers, not for keys."""
     placer = Placer(Rules())
     prefill_of(placer, 0, [0, 1, 2, 3])
     tracemalloc.start()
@@ -70,7 +71,7 @@ def test_distinct_prompts_leave_nothing_behind() -> None:
             placer.place(cold(number), PREFILL, DECODE)
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
-        for number in range(100, 3000):
+        for number in range(100, num_prompts):
             placer.place(cold(number), PREFILL, DECODE)
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
