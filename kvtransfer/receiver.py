@@ -133,7 +133,10 @@ class KVReceiver:
         release = asyncio.create_task(self._release_quietly(ticket))
         self._giving_back.add(release)
         release.add_done_callback(self._giving_back.discard)
-        await asyncio.wait({release}, timeout=_ANSWER_S)
+        done, _ = await asyncio.wait({release}, timeout=_ANSWER_S)
+        for each in done:
+            # An error that is none of ours is a bug, and whoever called hears of it.
+            each.result()
 
     async def _release_quietly(self, ticket: KvTicket) -> None:
         with suppress(PacelineError, TimeoutError):

@@ -156,8 +156,7 @@ def test_a_new_reading_replaces_the_old_one_or_is_refused(file: Path) -> None:
 
 
 async def test_sighup_reads_the_file_again(file: Path) -> None:
-    """A signal to the process is enough, and one after the block means again what it did before."""
-    before = signal.getsignal(signal.SIGHUP)
+    """A signal to the process is enough, and one after the block has its usual meaning."""
     tenants = Tenants(str(file))
     with reloading(tenants):
         file.write_text(f'[tenants.new]\nkey_hashes = ["{HASH}"]\n')
@@ -165,7 +164,7 @@ async def test_sighup_reads_the_file_again(file: Path) -> None:
         while tenants.num_tenants != 1:  # noqa: ASYNC110 - there is no event: it is a signal
             await asyncio.sleep(0)
     assert tenants.of_call(bearer(KEY)).name == "new"
-    assert signal.getsignal(signal.SIGHUP) == before
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_a_made_key_is_known_by_the_lines_that_come_with_it(
