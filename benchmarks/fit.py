@@ -15,7 +15,7 @@ from benchmarks.simulator.cost import CostModel
 from benchmarks.simulator.fitting import COEFFICIENTS, Fit, fit
 from benchmarks.simulator.measure import Lab, StepSample, grid, measure_round, medians, open_lab
 from benchmarks.simulator.real_cluster import probe_cluster
-from paceline.launcher.config import Topology
+from paceline.launcher.config import Topology, UpConfig
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
 
@@ -48,7 +48,12 @@ def add_lab_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory (default: the default model)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="as of a worker")
     parser.add_argument("--block-size", type=int, default=16, help="as of a worker (default: 16)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="compute threads")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=UpConfig().threads_per_worker,
+        help="compute threads (default: as many as `./run up` gives each of its two workers here)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, for programs")
 
 
