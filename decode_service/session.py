@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from decode_service.outbox import Outbox, tokens_to_proto
 from decode_service.quarantine import Quarantine
+from kvtransfer.receiver import ReceivedKv
 from paceline.core.errors import DeadlineError, PacelineError
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixOwner
@@ -121,35 +122,38 @@ class DecodeSession:
         except asyncio.CancelledError:
             self._quarantine.release_when_settled(sequence_id, block_ids)
             raise
-        except TimeoutError:
-            self._quarantine.release_when_settled(sequence_id, block_ids)
-            self._fail_hand_over(sequence_id, DeadlineError("transfer"))
-            return
         except Exception as error:  # noqa: BLE001 - whatever it was, the router must hear of it
             self._quarantine.release_when_settled(sequence_id, block_ids)
-            self._fail_hand_over(sequence_id, error)
+            is_late = isinstance(error, TimeoutError)
+            self._fail_hand_over(sequence_id, DeadlineError("transfer") if is_late else error)
             return
         finally:
             self._reservations.pop(sequence_id, None)
+        self._tell_received(sequence_id, received, time.monotonic() - started_s)
+        # Whoever cuts its blocks in another way lends none.
+        if sequence_id in self._live and ticket.fingerprint == self._worker.loaded.fingerprint:
+            owner = PrefixOwner(ticket.owner_id, ticket.owner_address, ticket.boot_epoch)
+            self._recalls.remember(spec, owner, deadline_s)
+        self._commit(sequence_id, received)
+
+    def _tell_received(self, sequence_id: SequenceId, received: ReceivedKv, duration_s: float) -> None:
         self._worker.num_blocks_pulled += received.num_blocks
         self._outbox.put(
             sequence_id,
             kv_received=decode_pb2.KvReceived(
                 num_blocks=received.num_blocks,
                 num_bytes=received.num_bytes,
-                duration_s=time.monotonic() - started_s,
+                duration_s=duration_s,
             ),
         )
+
+    def _commit(self, sequence_id: SequenceId, received: ReceivedKv) -> None:
         # Those that have been cancelled meanwhile do not begin.
         live = self._live.get(sequence_id, set())
         first_tokens = [first for first in received.first_tokens if first.candidate in live]
         for first in first_tokens:
             if first.finish_reason is not None:
                 self._note_end(sequence_id, first.candidate)
-        # Whoever cuts its blocks in another way lends none.
-        if sequence_id in self._live and ticket.fingerprint == self._worker.loaded.fingerprint:
-            owner = PrefixOwner(ticket.owner_id, ticket.owner_address, ticket.boot_epoch)
-            self._recalls.remember(spec, owner, deadline_s)
         self._worker.engine.commit(sequence_id, first_tokens)
 
     async def _reserve(self, spec: SequenceSpec) -> Reserved:

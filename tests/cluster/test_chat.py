@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -20,6 +22,21 @@ BLOCK_SIZE = 16
 NUM_TURNS = 10
 NUM_OUTPUT = 37
 NUM_SAID = 29
+
+
+def chatting(
+    tmp_path: Path, model: Path, topology: str, *, both: dict[str, Any], max_model_len: int = 0
+) -> AbstractAsyncContextManager[Cluster]:
+    """A cluster of fake runners that hands every prompt over; `both` are settings of workers of either tier."""
+    return running_cluster(
+        tmp_path,
+        model,
+        sections={"prefill": both, "decode": both},
+        runner="fake",
+        disaggregate="always",
+        topology=topology,
+        max_model_len=max_model_len,
+    )
 
 
 async def turn(cluster: Cluster, prompt: tuple[int, ...]) -> Completion:
@@ -50,15 +67,7 @@ async def test_each_block_of_a_chat_is_computed_once_and_sent_once(
     tmp_path: Path, tiny_tokenizer_dir: Path, topology: str
 ) -> None:
     """Ten turns: a turn computes its new tokens and less than a block again; prefill pulls only what decode has generated."""
-    pulling = {"prefix_pull": "always"}
-    async with running_cluster(
-        tmp_path,
-        tiny_tokenizer_dir,
-        sections={"prefill": pulling, "decode": pulling},
-        runner="fake",
-        disaggregate="always",
-        topology=topology,
-    ) as cluster:
+    async with chatting(tmp_path, tiny_tokenizer_dir, topology, both={"prefix_pull": "always"}) as cluster:
         prompt = tuple((7 * i + 3) % VOCAB_SIZE for i in range(NUM_SAID))
         # Full blocks that decode holds, and prefill, before a turn.
         num_at_decode = num_at_prefill = num_pulled = 0
@@ -83,14 +92,7 @@ async def test_without_pulls_a_chat_computes_its_answers_again(
     tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
     """The other half of the proof: with --prefix-pull never the prefill worker computes what decode has generated."""
-    never = {"prefix_pull": "never"}
-    async with running_cluster(
-        tmp_path,
-        tiny_tokenizer_dir,
-        sections={"prefill": never, "decode": never},
-        runner="fake",
-        disaggregate="always",
-    ) as cluster:
+    async with chatting(tmp_path, tiny_tokenizer_dir, "1P1D", both={"prefix_pull": "never"}) as cluster:
         prompt = tuple((7 * i + 3) % VOCAB_SIZE for i in range(NUM_SAID))
         first = await turn(cluster, prompt)
         await until_published(cluster, "decode-0", (len(prompt) + NUM_OUTPUT - 1) // BLOCK_SIZE)
@@ -102,16 +104,8 @@ async def test_without_pulls_a_chat_computes_its_answers_again(
 @pytest.mark.slow
 async def test_chats_go_on_whatever_is_stopped_and_killed(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Six chats at a time pull each other's blocks both ways, in small pools; a worker of each tier is stopped, and one killed."""
-    pulling = {"prefix_pull": "always", "fake_step_ms": 1, "num_blocks": 80}
-    async with running_cluster(
-        tmp_path,
-        tiny_tokenizer_dir,
-        sections={"prefill": pulling, "decode": pulling},
-        runner="fake",
-        disaggregate="always",
-        topology="2P2D",
-        max_model_len=640,
-    ) as cluster:
+    narrow = {"prefix_pull": "always", "fake_step_ms": 1, "num_blocks": 80}
+    async with chatting(tmp_path, tiny_tokenizer_dir, "2P2D", max_model_len=640, both=narrow) as cluster:
         pids = cluster.local.pids
         # After so many answers.
         plan: dict[int, Callable[[], object]] = {
