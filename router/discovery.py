@@ -69,6 +69,7 @@ class Discovery:
         async for addresses in source.sets():
             self._take(place, addresses)
             self._registry.notify()
+            await self._registry.close_left()
 
     def _take(self, place: int, addresses: frozenset[str] | None) -> None:
         role, source = self._sources[place]

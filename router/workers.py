@@ -28,6 +28,8 @@ _INFO_TIMEOUT_S = 5.0
 # A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
 _SILENCE_S = 10.0
 _GOING_S = 0.5
+# Longer than a call without a deadline of its own would be waited for.
+_LINGER_S = 900.0
 
 if TYPE_CHECKING:  # the stub's async form has a type, but no class
     from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub
@@ -57,6 +59,8 @@ class WorkerRegistry:
     # The lives that somebody follows, and every address at which somebody looks.
     _claimed: set[WorkerKey] = field(default_factory=set)
     _watches: dict[tuple[inference_pb2.WorkerRole, str], Watch] = field(default_factory=dict)
+    # When somebody looked there last, of addresses where nobody looks any more.
+    _left_s: dict[str, float] = field(default_factory=dict)
     # Set, and replaced by a new one, when a worker has come or gone, or something has come of looking for one.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -68,6 +72,7 @@ class WorkerRegistry:
         Returns when it is away and nobody names the address any more. While its stream lives it stays, whoever names it.
         """
         watch = self._watches[role, address] = Watch(address, role)
+        self._left_s.pop(address, None)
         try:
             while True:
                 try:
@@ -80,9 +85,18 @@ class WorkerRegistry:
                 await asyncio.sleep(watch.next_pause_s())
         finally:
             del self._watches[role, address]
-        if all(other.address != address for other in self._watches.values()):
-            await self.channels.drop(address)
+            self._left_s[address] = self.clock()
         log.info("address_dropped", address=address)
+
+    async def close_left(self) -> None:
+        """Closes connections to where nobody has looked for a quarter of an hour. Sooner it could end what is still under way there."""
+        watched = {watch.address for watch in self._watches.values()}
+        for address, left_s in list(self._left_s.items()):
+            if address in watched:
+                del self._left_s[address]
+            elif self.clock() - left_s > _LINGER_S:
+                del self._left_s[address]
+                await self.channels.drop(address)
 
     def state(self, address: str, role: inference_pb2.WorkerRole) -> WatchState:
         """What has come of looking for a worker there."""

@@ -10,7 +10,9 @@ from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from paceline.prefix_index.redis_calls import RedisCalls
 from paceline.prefix_index.registration import TTL_S, Registration, Tier, WorkerTable
+from paceline.runtime.addresses import is_address
 from tests.prefix_index.conftest import EmbeddedRedis
+from tests.prefix_index.liar import LIES, LyingRedis
 from tests.prefix_index.servers import until, valkey_cluster, watcher_of
 
 KEY = "paceline:workers:prefill"
@@ -116,6 +118,22 @@ async def test_a_server_that_is_away_says_nothing(table: WorkerTable, embedded_r
     while not await table.register(said_by("a")):
         pass
     assert await there(table, "prefill") == {"10.0.0.1:1"}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_no_lie_is_taken_for_more_than_addresses(lie: str) -> None:
+    """Whatever a server answers, a router hears of addresses or of nothing, and a worker is told that it is not there."""
+    liar = LyingRedis()
+    liar.workers = {b"anne": b"1"}
+    async with liar.listening() as url:
+        table = WorkerTable(RedisCalls(url, limit_s=0.2, pause_s=0.0))
+        liar.mood = lie
+        for _ in range(8):
+            addresses = await table.addresses("prefill")
+            assert addresses is None or all(map(is_address, addresses))
+            await table.register(said_by("a"))
+        await table.leave(said_by("a"))
+        await table.aclose()
 
 
 async def test_a_redis_cluster_has_each_tier_in_one_slot(tmp_path: Path) -> None:

@@ -9,14 +9,18 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from paceline.core.clock import ManualClock, monotonic
+from paceline.core.request import SequenceSpec
 from paceline.runtime.channels import Channels
-from paceline.runtime.wire_internal import fingerprint_to_proto
+from paceline.runtime.wire_internal import fingerprint_to_proto, spec_to_proto
+from paceline.v1 import prefill_pb2
+from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.discovery import MAX_ADDRESSES, Discovery
-from router.worker_sources import StaticSource, WorkerSource
+from router.worker_sources import DnsSource, StaticSource, WorkerSource
 from router.workers import WorkerRegistry
-from tests.factories import make_fingerprint
+from tests.factories import make_fingerprint, make_spec
 from tests.router.cluster import DECODE, PREFILL
-from tests.router.scripted_workers import ScriptedWorker
+from tests.router.scripted_workers import ScriptedWorker, result, started
 
 
 class ScriptedSource:
@@ -131,6 +135,43 @@ async def test_a_worker_that_is_not_named_any_more_stays_while_it_lives() -> Non
         await found.until_seen(first=2, second=1)
 
 
+async def test_a_call_outlives_the_view_of_its_worker() -> None:
+    """What is under way at a worker that is lost from sight goes on; the connection is closed a quarter of an hour later."""
+    async with finding() as found:
+        worker, may_end = await found.worker("worker"), asyncio.Event()
+
+        async def patient(
+            worker: ScriptedWorker, spec: SequenceSpec
+        ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+            """Answers the end when it is told to."""
+            yield started(worker, spec)
+            await may_end.wait()
+            yield result(spec)
+
+        worker.prefill_scripts.append(patient)
+        found.source.say(worker.address)
+        await found.until_seen(worker=1)
+        context, sequence = spec_to_proto(make_spec())
+        stub = PrefillServiceStub(found.registry.channels.get(worker.address))
+        call = aiter(stub.Prefill(prefill_pb2.PrefillRequest(context=context, sequence=sequence)))
+        await anext(call)
+        found.source.say()
+        await found.source.heard()
+        worker.break_load_streams()
+        await found.until_dropped(worker.address)
+        clock = found.registry.clock = ManualClock(monotonic())
+        clock.advance(890)
+        found.source.say()
+        await found.source.heard()
+        may_end.set()
+        assert (await anext(call)).HasField("result")
+        clock.advance(20)
+        assert worker.address in found.registry.channels._channels
+        found.source.say()
+        await found.source.heard()
+        assert found.registry.channels._channels == {}
+
+
 async def test_what_a_silent_source_said_last_counts() -> None:
     """While nobody says where workers are, nobody is forgotten: one that dies and comes back is found where it was."""
     async with finding() as found:
@@ -167,6 +208,22 @@ async def test_who_has_two_addresses_is_followed_once() -> None:
         await found.until_seen(worker=2)
         await found.until_dropped(worker.address)
         assert [view.address for view in found.registry.views(PREFILL)] == [alias]
+
+
+async def test_a_name_leads_to_its_worker() -> None:
+    """The machine's own resolver says where localhost is; the worker that listens on one of its addresses is found."""
+    registry, worker = WorkerRegistry(Channels(), 10), ScriptedWorker("worker", PREFILL)
+    await worker.start()
+    port = int(worker.address.rpartition(":")[2])
+    discovery = Discovery(registry, {PREFILL: [DnsSource("localhost", port, 0.01)]})
+    discovery.start()
+    async with asyncio.timeout(20):
+        while not (registry.views(PREFILL) and discovery.is_complete):
+            await registry.changed.wait()
+    assert len(worker._watches) == 1
+    await discovery.aclose()
+    await registry.channels.aclose()
+    await worker.stop()
 
 
 @asynccontextmanager
