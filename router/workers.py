@@ -45,7 +45,7 @@ class _Known:
     load: worker_pb2.WatchLoadResponse
     link: DecodeLink | None
     reported_s: float
-    # Whether it has refused a prefill as draining; its load report follows.
+    # Whether it has refused a prefill since it is about to end; its load report follows, or the end of its stream.
     has_refused: bool = False
 
     @property
@@ -64,7 +64,7 @@ class _Known:
     @property
     def is_draining(self) -> bool:
         """Whether it takes nothing new, as far as anyone has heard."""
-        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_draining)
+        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_leaving)
 
     def view(self, assignments: Assignments, now_s: float) -> WorkerView:
         return WorkerView(
@@ -147,8 +147,8 @@ class WorkerRegistry:
         known = self._known.get(key)
         return known.link if known and known.is_there else None
 
-    def note_draining(self, key: WorkerKey) -> None:
-        """A worker has refused work since it drains: nobody is sent there until its next life."""
+    def note_leaving(self, key: WorkerKey) -> None:
+        """A worker has refused work since it is about to end: nobody is sent there until its next life."""
         known = self._known.get(key)
         if known is not None:
             known.has_refused = True
