@@ -1,6 +1,7 @@
 """The connection of a client: how it stays alive, and the API key that goes with each call."""
 
 import ipaddress
+import json
 
 import grpc
 
@@ -10,11 +11,31 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # its default of a minute would win over the line above
     ("grpc.http2.max_pings_without_data", 0),
+    # A server that has been away for long is found again within a second, not after two minutes as by default.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 
-# Calls go to each of the addresses in turn, and to none that cannot be reached.
-_IN_TURN = ("grpc.lb_policy_name", "round_robin")
+_SERVICE = "paceline.v1.InferenceService"
+# Calls go to each of the addresses in turn, and to none that cannot be reached or says that it takes no more. One that has
+# been on its way there goes to another, unless its answer has begun.
+_IN_TURN = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": _SERVICE},
+    "methodConfig": [
+        {
+            "name": [{"service": _SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -24,7 +45,9 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """
     if "," not in address and not address.startswith("dns:"):
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    return grpc.aio.insecure_channel(_target(address), options=(*_OPTIONS, _IN_TURN))
+    return grpc.aio.insecure_channel(
+        _target(address), options=(*_OPTIONS, ("grpc.service_config", json.dumps(_IN_TURN)))
+    )
 
 
 def _target(address: str) -> str:

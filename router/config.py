@@ -19,6 +19,7 @@ _AT_LEAST_ONE = (
     "max_prompt_bytes",
     "default_max_tokens",
     "max_attempts",
+    "max_attempts_in_all",
     "limiter_routers",
 )
 
@@ -83,7 +84,10 @@ class RouterConfig:
     max_request_bytes: int = option(256 << 20, "bytes of the requests under way at once; more are refused")
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
-    max_attempts: int = option(3, "times a request is tried when workers fail")
+    max_attempts: int = option(
+        3, "times in a row that a request is tried when workers fail before they decode"
+    )
+    max_attempts_in_all: int = option(12, "times in all that a request is tried when workers fail")
     recovery_wait_s: float = option(20.0, "seconds a request waits for a worker to come back before it fails")
     max_buffered_events: int = option(
         1024, "messages with tokens that a slow client may leave unread before its request ends"

@@ -24,7 +24,7 @@ class KnownWorker:
     load: worker_pb2.WatchLoadResponse
     link: DecodeLink | None
     reported_s: float
-    # Whether it has refused a prefill as draining; its load report follows.
+    # Whether it has refused a prefill since it is about to end; its load report follows, or the end of its stream.
     has_refused: bool = False
 
     @property
@@ -43,7 +43,7 @@ class KnownWorker:
     @property
     def is_draining(self) -> bool:
         """Whether it takes nothing new, as far as anyone has heard."""
-        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_draining)
+        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_leaving)
 
     def view(self, assignments: Assignments, now_s: float) -> WorkerView:
         return WorkerView(

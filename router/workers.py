@@ -134,8 +134,8 @@ class WorkerRegistry:
         known = self._known.get(key)
         return known.link if known and known.is_there else None
 
-    def note_draining(self, key: WorkerKey) -> None:
-        """A worker has refused work since it drains: nobody is sent there until its next life."""
+    def note_leaving(self, key: WorkerKey) -> None:
+        """A worker has refused work since it is about to end: nobody is sent there until its next life."""
         known = self._known.get(key)
         if known is not None:
             known.has_refused = True

@@ -65,6 +65,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
     return (
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
+        *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         *("--threads", str(config.threads_per_worker)),
@@ -95,7 +96,7 @@ def _places(layout: Layout) -> tuple[str, ...]:
     told: list[str] = []
     for flag, workers in (("--prefill", layout.prefill), ("--decode", layout.decode)):
         if workers:
-            addresses = ",".join(map(layout.worker_address, workers))
+            addresses = ",".join(map(layout.told_address, workers))
             told += [flag, "redis" if layout.config.discovery == "redis" else addresses]
     return tuple(told)
 
@@ -139,16 +140,24 @@ class LocalCluster:
     """A cluster that serves inside `async with`, and of which nothing is left afterwards.
 
     Processes are called redis, prefill-0, ..., decode-0, ... and router, or router-0, ... One that dies is started again as
-    `policy` says. Cancel `stop` to kill instead of drain.
+    `policy` says. Cancel `stop` to kill instead of drain. Who relays connections to the workers, to disturb them,
+    does so on a socket NAME.sock of `relay_dir` for each.
     """
 
     def __init__(
-        self, config: UpConfig, model: Path, *, say: Say = lambda _: None, policy: RestartPolicy | None = None
+        self,
+        config: UpConfig,
+        model: Path,
+        *,
+        say: Say = lambda _: None,
+        policy: RestartPolicy | None = None,
+        relay_dir: Path | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._say = say
         self._policy = policy
+        self._relay_dir = relay_dir
         self._run_dir = contextlib.ExitStack()
         self._layout: Layout | None = None
         self._supervisor: Supervisor | None = None
@@ -176,7 +185,9 @@ class LocalCluster:
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
-            self._layout = Layout(config, self._model, run_dir, ports, kv_bytes, metrics_ports(config))
+            self._layout = Layout(
+                config, self._model, run_dir, ports, kv_bytes, metrics_ports(config), self._relay_dir
+            )
             _make_log_dir(self._layout.log_dir)
             # Nobody else can enter its directory.
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")

@@ -22,6 +22,9 @@ class Layout:
     ports: Mapping[str, int]  # of each router
     kv_bytes: int  # for the KV cache of each worker
     metrics_ports: Mapping[str, int] = field(default_factory=dict)  # of each process; empty: no metrics
+    relay_dir: Path | None = (
+        None  # where somebody relays connections to workers; None: they are reached directly
+    )
 
     @property
     def redis_url(self) -> str:
@@ -70,8 +73,15 @@ class Layout:
     def decode(self) -> tuple[str, ...]:
         return _names("decode", self.config.shape.num_decode)
 
+    def worker_socket(self, worker: str) -> Path:
+        return self.run_dir / f"{worker}.sock"
+
     def worker_address(self, worker: str) -> str:
-        return f"unix:{self.run_dir / worker}.sock"
+        return f"unix:{self.worker_socket(worker)}"
+
+    def told_address(self, worker: str) -> str:
+        """Where the other processes are told that a worker is."""
+        return f"unix:{self.relay_dir / worker}.sock" if self.relay_dir else self.worker_address(worker)
 
     def metrics_port(self, name: str) -> int:
         return self.metrics_ports.get(name, NO_METRICS)
@@ -96,6 +106,12 @@ def router_names(config: UpConfig) -> tuple[str, ...]:
     return ("router",) if config.routers == 1 else _names("router", config.routers)
 
 
+def worker_names(config: UpConfig) -> tuple[str, ...]:
+    """prefill-0, ..., decode-0, ..."""
+    shape = config.shape
+    return (*_names("prefill", shape.num_prefill), *_names("decode", shape.num_decode))
+
+
 def router_ports(config: UpConfig) -> dict[str, int]:
     """A port for each router; raises ConfigError for one that is taken."""
     return _free_ports(dict.fromkeys(router_names(config), config.host), config.port, "--port")
@@ -105,9 +121,8 @@ def metrics_ports(config: UpConfig) -> dict[str, int]:
     """A port for each process; raises ConfigError for one that is taken."""
     if config.metrics_port == NO_METRICS:
         return {}
-    shape = config.shape
-    workers = (*_names("prefill", shape.num_prefill), *_names("decode", shape.num_decode))
-    hosts = dict.fromkeys(router_names(config), config.host) | dict.fromkeys(workers, METRICS_HOST)
+    hosts = dict.fromkeys(router_names(config), config.host)
+    hosts |= dict.fromkeys(worker_names(config), METRICS_HOST)
     return _free_ports(hosts, config.metrics_port, "--metrics-port")
 
 
