@@ -98,7 +98,7 @@ class Visit:
             )
         grant = await self._limiter.take(_bucket(self.tenant, "tokens"), rate, num_tokens)
         if grant.wait_us:
-            self._give_request_back()
+            self.give_request_back()
             raise _rate_limited("tokens", rate, grant)
         self._reserved = rate, num_tokens, grant
 
@@ -115,7 +115,7 @@ class Visit:
             if num_left > 0:
                 self._limiter.give_back(_bucket(self.tenant, "tokens"), rate, num_left, grant)
 
-    def _give_request_back(self) -> None:
+    def give_request_back(self) -> None:
         """It was not served, so it does not count."""
         if self._request is not None and self.tenant.requests is not None:
             name = _bucket(self.tenant, "requests")

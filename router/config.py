@@ -9,6 +9,7 @@ from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_open
 from router.costs import RouteCosts
+from router.in_time import Bounds
 from router.placement import DisaggregateMode, Rules
 from router.places import Place, parse_places
 from router.policies import POLICIES, PlacementPolicy
@@ -82,6 +83,12 @@ class RouterConfig:
     )
     max_requests: int = option(256, "requests under way at once; more are refused")
     max_request_bytes: int = option(256 << 20, "bytes of the requests under way at once; more are refused")
+    max_delay_s: float = option(
+        60.0, "seconds that others may make a request wait for its first token; more are refused; 0: no bound"
+    )
+    realtime_ttft_s: float = option(
+        0.0, "seconds within which REALTIME requests are promised their first token; others give way; 0: none"
+    )
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
     max_attempts: int = option(
@@ -109,6 +116,11 @@ class RouterConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
+                )
+        for name in ("max_delay_s", "realtime_ttft_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}"
                 )
         check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
         if self.handover_tokens < 0:
@@ -139,6 +151,11 @@ class RouterConfig:
         """By what requests are placed."""
         policy = cast("PlacementPolicy", self.placement)
         return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
+
+    @property
+    def bounds(self) -> Bounds:
+        """Within what requests are served, or refused."""
+        return Bounds(self.max_delay_s, self.realtime_ttft_s)
 
     @property
     def prefill_places(self) -> tuple[Place, ...]:

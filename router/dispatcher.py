@@ -36,6 +36,7 @@ from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
 from router.decode_link import LEAVING, DecodeHandle, DecodeLink, first_tokens
+from router.forecast import forecast
 from router.job import DispatchEvent, Failures, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
@@ -43,7 +44,7 @@ from router.placement import Route
 from router.placer import Placer
 from router.prompt_lookup import PromptLookup
 from router.prompt_scores import PromptScores
-from router.views import WorkerView
+from router.views import Ask, WorkerView
 from router.workers import WorkerRegistry
 
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
@@ -112,8 +113,8 @@ class Dispatcher:
     async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
         route = await self._route(job, patient=attempt > 0)
         spec = job.attempt_spec(attempt, self._clock())
-        with self._registry.assignments.assign(route, len(spec.candidates)) as prompt_done:
-            job.timeline.note_dispatch()
+        with self._registry.assignments.assign(route, ask := Ask.of(spec)) as assigned:
+            job.timeline.note_dispatch(forecast(ask, route.num_tokens, route.computing))
             job.timeline.decode_worker = route.decode.key.worker_id
             job.prefill_worker = route.computing.key.worker_id
             job.timeline.prefill_worker = job.prefill_worker
@@ -121,8 +122,10 @@ class Dispatcher:
             async with aclosing(self._on_route(job, spec, route)) as events:
                 async for event in events:
                     if isinstance(event, PromptComputed):
-                        prompt_done()
+                        assigned.prompt_done()
                         job.is_prompt_told = True
+                    elif isinstance(event, PromptProgress):
+                        assigned.note_progress(event.num_computed_tokens)
                     yield event
 
     def _on_route(self, job: Job, spec: SequenceSpec, route: Route) -> AsyncGenerator[DispatchEvent, None]:
