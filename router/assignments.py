@@ -8,7 +8,7 @@ from paceline.core.pace import ByClass, PendingTokens
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import Priority
 from router.placement import Route
-from router.views import Ask
+from router.views import Ask, WorkerView
 
 # Where tokens of a prompt wait: the worker, whether in its fast lane, and the class.
 _Place = tuple[WorkerKey, bool, Priority]
@@ -65,11 +65,8 @@ class Assignments:
     @contextmanager
     def assign(self, route: Route, ask: Ask | None = None) -> Iterator[Assigned]:
         """Counts one attempt to the workers of its route, until its end; tell what it gives how the prompt gets on."""
-        ask, decoding, computing = ask or Ask(), route.decode.key, route.computing
-        is_fast = computing.queue is not None and ask.is_fast_in(computing.queue.fast_lane)
-        assigned = Assigned(
-            self._tokens, (computing.key, is_fast, ask.priority), route.num_tokens, ask.num_prompt_tokens
-        )
+        ask, decoding = ask or Ask(), route.decode.key
+        assigned = self._assigned(route.computing, ask, route.num_tokens)
         self._sequences[decoding] += ask.num_candidates
         try:
             yield assigned
@@ -77,6 +74,19 @@ class Assignments:
             assigned.prompt_done()
             # In-place subtraction drops what has come to zero.
             self._sequences -= Counter({decoding: ask.num_candidates})
+
+    @contextmanager
+    def expect(self, worker: WorkerView, ask: Ask, num_tokens: int) -> Iterator[None]:
+        """Counts a prompt that is taken, and not placed yet, to where it would go as things are now."""
+        expected = self._assigned(worker, ask, num_tokens)
+        try:
+            yield
+        finally:
+            expected.prompt_done()
+
+    def _assigned(self, worker: WorkerView, ask: Ask, num_tokens: int) -> Assigned:
+        is_fast = worker.queue is not None and ask.is_fast_in(worker.queue.fast_lane)
+        return Assigned(self._tokens, (worker.key, is_fast, ask.priority), num_tokens, ask.num_prompt_tokens)
 
     def _by_class(self, worker: WorkerKey, *, is_fast: bool) -> ByClass:
         tokens = self._tokens

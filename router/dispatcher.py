@@ -271,6 +271,7 @@ class Dispatcher:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
         workers = [view for role in _ROLES for view in self._registry.views(role)]
         facts = await self._lookup.facts(job, workers)
+        job.unplaced.close()
         # Looked at after the look-ups: what others were given meanwhile counts.
         prefill, decode = (self._registry.views(role) for role in _ROLES)
         return self._placer.place(facts, prefill, decode)

@@ -47,11 +47,22 @@ class Gate:
         found = self._refusal(job, prompt)
         # Nothing of it being cached is the worst: whoever is taken then is taken anyway.
         if found is not None or self._may_be_late_for_realtime(job, prompt):
-            facts = await self._lookup.facts(job, self._workers())
-            found = self._refusal(job, facts)
+            prompt = await self._lookup.facts(job, self._workers())
+            found = self._refusal(job, prompt)
         if found is not None:
             self._num_refused[found.rule] += 1
             raise error_of(found)
+        self._expect(job, prompt)
+
+    def _expect(self, job: Job, prompt: PromptFacts) -> None:
+        """Until it is placed, whoever is asked for next sees it before itself: many may come at once."""
+        ask = Ask.of(job.spec)
+        told = [(forecast(ask, way.num_tokens, way.worker), way) for way in self._ways(prompt)]
+        known = [(each.ttft_s, way) for each, way in told if each is not None]
+        if known:
+            _, way = min(known, key=lambda pair: pair[0])
+            expected = self._registry.assignments.expect(way.worker, ask, way.num_tokens)
+            job.unplaced.enter_context(expected)
 
     def num_refused(self) -> Mapping[Rule, int]:
         """Requests refused since the start, by the bound that they would have passed."""

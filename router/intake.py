@@ -85,6 +85,7 @@ class Intake:
 
     async def _require_time(self, job: Job, visit: Visit) -> None:
         """Whoever is refused here is not charged."""
+        job.unplaced = visit.unplaced
         try:
             await self._gate.require_time(job)
         except (QueueFullError, DeadlineError):

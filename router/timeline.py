@@ -89,6 +89,7 @@ class RequestTimeline:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             attempts=self.num_attempts,
+            predicted_ttft_s=self.predicted_ttft_s,
         )
 
 
