@@ -4,7 +4,7 @@ What a request would cost is known once it is tokenised. How much of it is cache
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from paceline.core.clock import Clock, monotonic
@@ -13,8 +13,7 @@ from paceline.core.request import Priority
 from paceline.prefix_index.index import PrefixLookup
 from paceline.v1 import inference_pb2
 from router.costs import lendable, num_computed
-from router.forecast import forecast, soonest
-from router.in_time import Bounds, Refusal, Rule, Way, refusal
+from router.in_time import Bounds, Prospect, Refusal, Rule, Way, prospects, refusal
 from router.job import Job
 from router.placement import Rules, can_compute
 from router.prompt_lookup import PromptLookup
@@ -43,46 +42,40 @@ class Gate:
 
     async def require_time(self, job: Job) -> None:
         """Raises QueueFullError with the time after which it would be taken, or DeadlineError where there is none."""
-        prompt = PromptFacts(len(job.spec.prompt_ids), {})
-        found = self._refusal(job, prompt)
         # Nothing of it being cached is the worst: whoever is taken then is taken anyway.
-        if found is not None or self._may_be_late_for_realtime(job, prompt):
-            prompt = await self._lookup.facts(job, self._workers())
-            found = self._refusal(job, prompt)
+        known = self._prospects(job, PromptFacts(len(job.spec.prompt_ids), {}))
+        found = self._refusal(job, known)
+        if found is not None or self._may_be_late_for_realtime(job, known):
+            known = self._prospects(job, await self._lookup.facts(job, self._workers()))
+            found = self._refusal(job, known)
         if found is not None:
             self._num_refused[found.rule] += 1
             raise error_of(found)
-        self._expect(job, prompt)
-
-    def _expect(self, job: Job, prompt: PromptFacts) -> None:
-        """Until it is placed, whoever is asked for next sees it before itself: many may come at once."""
-        ask = Ask.of(job.spec)
-        told = [(forecast(ask, way.num_tokens, way.worker), way) for way in self._ways(prompt)]
-        known = [(each.ttft_s, way) for each, way in told if each is not None]
         if known:
-            _, way = min(known, key=lambda pair: pair[0])
-            expected = self._registry.assignments.expect(way.worker, ask, way.num_tokens)
-            job.unplaced.enter_context(expected)
+            self._expect(job, known[0].way)
+
+    def _expect(self, job: Job, way: Way) -> None:
+        """Until it is placed, whoever is asked for next sees it before itself: many may come at once."""
+        expected = self._registry.assignments.expect(way.worker, Ask.of(job.spec), way.num_tokens)
+        job.unplaced.enter_context(expected)
 
     def num_refused(self) -> Mapping[Rule, int]:
         """Requests refused since the start, by the bound that they would have passed."""
         return {rule: self._num_refused[rule] for rule in get_args(Rule)}
 
-    def _refusal(self, job: Job, prompt: PromptFacts) -> Refusal | None:
+    def _refusal(self, job: Job, known: Sequence[Prospect]) -> Refusal | None:
         time_left_s = None if job.deadline_s is None else job.deadline_s - self._clock()
-        return refusal(Ask.of(job.spec), self._ways(prompt), time_left_s, self._bounds)
+        return refusal(Ask.of(job.spec), known, time_left_s, self._bounds)
 
-    def _may_be_late_for_realtime(self, job: Job, prompt: PromptFacts) -> bool:
+    def _may_be_late_for_realtime(self, job: Job, known: Sequence[Prospect]) -> bool:
         """A REALTIME request that seems too long to keep what is promised may keep it with what is cached."""
-        if job.spec.priority is not Priority.REALTIME or not self._bounds.realtime_ttft_s:
-            return False
-        ask = Ask.of(job.spec)
-        best = soonest(forecast(ask, way.num_tokens, way.worker) for way in self._ways(prompt))
-        return best is not None and best.ttft_s > self._bounds.realtime_ttft_s
+        promised_s = self._bounds.realtime_ttft_s
+        is_bound = bool(promised_s and known) and job.spec.priority is Priority.REALTIME
+        return is_bound and known[0].forecast.ttft_s > promised_s
 
-    def _ways(self, prompt: PromptFacts) -> list[Way]:
+    def _prospects(self, job: Job, prompt: PromptFacts) -> list[Prospect]:
         prefill, decode = (self._registry.views(role) for role in _ROLES)
-        return ways(prompt, prefill, decode, self._rules)
+        return prospects(Ask.of(job.spec), ways(prompt, prefill, decode, self._rules))
 
     def _workers(self) -> list[WorkerView]:
         return [view for role in _ROLES for view in self._registry.views(role)]

@@ -41,25 +41,40 @@ class Refusal:
     retry_after_s: float | None
 
 
-def refusal(ask: Ask, ways: Sequence[Way], time_left_s: float | None, bounds: Bounds) -> Refusal | None:
-    """None for a request that is taken; also when a worker has not said how fast it is, since that may be the best one."""
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A way, and what would come of it."""
+
+    forecast: Forecast
+    way: Way
+
+
+def prospects(ask: Ask, ways: Sequence[Way]) -> list[Prospect]:
+    """The way with the earliest first token comes first; none if a worker has not said how fast it is, since that may be the best."""
     told = [(_forecast(ask, way), way) for way in ways]
-    known = [(each, way) for each, way in told if each is not None]
-    if not known or len(known) < len(told):
+    known = [Prospect(each, way) for each, way in told if each is not None]
+    if len(known) < len(told):
+        return []
+    return sorted(known, key=lambda prospect: prospect.forecast.ttft_s)
+
+
+def refusal(ask: Ask, known: Sequence[Prospect], time_left_s: float | None, bounds: Bounds) -> Refusal | None:
+    """None for a request that is taken, as whoever is of whom nothing is known."""
+    if not known:
         return None
-    best, way = min(known, key=lambda pair: pair[0].ttft_s)
-    if time_left_s is not None and best.end_s > time_left_s:
-        return _too_late(best, min(each.alone_end_s for each, _ in known), time_left_s)
+    if time_left_s is not None and (found := _too_late(known, time_left_s)) is not None:
+        return found
+    best = known[0].forecast
     if bounds.max_delay_s and best.wait_s > bounds.max_delay_s:
         problem = f"others are served for {best.wait_s:.3g} s before, and nobody waits for more than {bounds.max_delay_s:g} s"
         return Refusal("delay", problem, _later(best.wait_s - bounds.max_delay_s, best))
     if not bounds.realtime_ttft_s:
         return None
     # One that could not keep it anyway is judged as a STANDARD one.
-    alone_s = min(each.alone_ttft_s for each, _ in known)
+    alone_s = min(each.forecast.alone_ttft_s for each in known)
     if ask.priority is Priority.REALTIME and alone_s <= bounds.realtime_ttft_s:
         return _late_for_realtime(best, bounds.realtime_ttft_s)
-    return _in_the_way(ask, way, [each.worker for each in ways], bounds.realtime_ttft_s)
+    return _in_the_way(ask, known[0].way, [each.way.worker for each in known], bounds.realtime_ttft_s)
 
 
 def _forecast(ask: Ask, way: Way) -> Forecast | None:
@@ -68,11 +83,14 @@ def _forecast(ask: Ask, way: Way) -> Forecast | None:
     return forecast(ask, way.num_tokens, way.worker, num_after)
 
 
-def _too_late(best: Forecast, alone_s: float, time_left_s: float) -> Refusal:
+def _too_late(known: Sequence[Prospect], time_left_s: float) -> Refusal | None:
+    best = min((each.forecast for each in known), key=lambda each: each.end_s)
+    if best.end_s <= time_left_s:
+        return None
     problem = (
         f"the shortest answer would take {best.end_s:.3g} s, and the caller waits for {time_left_s:.3g} s"
     )
-    if alone_s > time_left_s:
+    if min(each.forecast.alone_end_s for each in known) > time_left_s:
         return Refusal("deadline", problem, None)
     return Refusal("deadline", problem, _later(best.end_s - time_left_s, best))
 

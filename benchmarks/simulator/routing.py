@@ -17,7 +17,7 @@ from router.admission import Door
 from router.assignments import Assigned, Assignments
 from router.gate import error_of, ways
 from router.hash_ring import prompt_key
-from router.in_time import Bounds, refusal
+from router.in_time import Bounds, prospects, refusal
 from router.placement import Route
 from router.placer import Placer
 from router.views import Ask, PromptFacts, QueueFacts, WorkerView
@@ -53,7 +53,8 @@ class SimulatedRouter:
         if self._spec.bounds == Bounds():
             return
         possible = ways(self._facts(spec), *self._views(now_s), self._spec.rules)
-        found = refusal(Ask.of(spec), possible, spec.time_budget_s, self._spec.bounds)
+        ask = Ask.of(spec)
+        found = refusal(ask, prospects(ask, possible), spec.time_budget_s, self._spec.bounds)
         if found is not None:
             raise error_of(found)
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.core.pace import ByClass, Pace
 from paceline.core.request import Priority
-from router.in_time import Bounds, Refusal, Way, refusal
+from router.in_time import Bounds, Refusal, Way, prospects, refusal
 from router.views import Ask, WorkerView
 from tests.factories import make_worker
 from tests.router.test_forecast import PACE, make_queue
@@ -32,7 +32,8 @@ def _asked(
     bounds: Bounds = NONE,
     num_tokens: int = 100,
 ) -> Refusal | None:
-    return refusal(ask, [Way(worker, num_tokens) for worker in workers], time_left_s, bounds)
+    known = prospects(ask, [Way(worker, num_tokens) for worker in workers])
+    return refusal(ask, known, time_left_s, bounds)
 
 
 def _refused(
@@ -80,7 +81,7 @@ def test_an_answer_whose_length_is_certain_must_fit_too() -> None:
     ask = replace(STANDARD, min_output_tokens=100)
     assert _refused(ask, _busy(), time_left_s=1.0).retry_after_s is None
     assert _asked(ask, _busy(), time_left_s=1.5) is None
-    assert refusal(ask, [Way(_busy(), 100, is_local=False)], 1.0, NONE) is None
+    assert refusal(ask, prospects(ask, [Way(_busy(), 100, is_local=False)]), 1.0, NONE) is None
 
 
 # -- the longest wait
