@@ -45,7 +45,10 @@ def forecast(ask: Ask, num_tokens: int, worker: WorkerView, num_after: int = 0) 
     step_s = _step_s(worker, facts, queued)
     alone_s = pace.compute_s(num_tokens, 0, facts.max_step_tokens)
     alone_end_s = alone_s + num_after * (pace.step_s + pace.decode_s)
-    by_tokens_s = _LEFT * step_s + _compute_s(worker, facts, _tokens_until(ask, num_tokens, facts, queued))
+    num_until = _tokens_until(ask, num_tokens, facts, queued)
+    # What is before it is in the step under way, as far as it fits there.
+    num_under_way = min(num_until - num_tokens, max(0, facts.max_step_tokens - worker.num_running))
+    by_tokens_s = _LEFT * step_s + _compute_s(worker, facts, num_until - num_under_way)
     turns = num_turns(ask, worker, facts)
     by_turns_s = (turns - _LEFT) * pace.turn_s + _compute_s(worker, facts, num_tokens) if turns else 0.0
     # Whoever is more urgent and comes meanwhile comes first too.

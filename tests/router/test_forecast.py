@@ -52,11 +52,11 @@ def test_alone_a_prompt_takes_its_steps_and_its_tokens() -> None:
 
 
 def test_those_of_an_earlier_class_and_of_the_same_one_come_first() -> None:
-    """A REALTIME request waits for no other class but for the half of a step that is under way."""
+    """A REALTIME request waits for no other class but for half of the step under way, in which 500 of the tokens before it are."""
     worker = _worker(make_queue(normal=(100, 200, 400)))
     begun_s = (0.01 + 0.5) / 2
     waits = [_ttft_s(worker, replace(LONG, priority=priority)) for priority in Priority]
-    assert waits == pytest.approx([begun_s + 0.21, begun_s + 0.41, begun_s + 0.82])
+    assert waits == pytest.approx([begun_s + 0.11, begun_s + 0.11, begun_s + 0.31])
 
 
 def test_what_was_sent_counts_until_it_is_reported() -> None:
@@ -91,11 +91,11 @@ def test_the_fast_lane_has_its_part_of_each_step() -> None:
     lane = FastLane(share=0.25, prompt_tokens=128, output_tokens=128)
     queue = make_queue(normal=(0, 3000, 0), lane=lane)
     short = Ask(num_prompt_tokens=50, max_tokens=10)
-    # 50 tokens of it are computed beside 150 of the others, in one step after half of a full one.
-    assert _ttft_s(_worker(queue), short, 50) == pytest.approx(0.255 + 0.01 + 0.2)
+    # Beside its 50 tokens 150 of the others are computed, which the step under way has, of which half is left.
+    assert _ttft_s(_worker(queue), short, 50) == pytest.approx(0.255 + 0.01 + 0.05)
     crowded = make_queue(fast=(0, 3000, 0), lane=lane)
-    # 300 tokens of it are computed beside 100 of the fast lane.
-    assert _ttft_s(_worker(crowded), LONG, 300) == pytest.approx(0.255 + 0.01 + 0.4)
+    # Beside its 300 tokens 100 of the fast lane are.
+    assert _ttft_s(_worker(crowded), LONG, 300) == pytest.approx(0.255 + 0.01 + 0.3)
 
 
 def test_those_who_are_more_urgent_and_will_come_count_too() -> None:
