@@ -12,6 +12,7 @@ from paceline.core.errors import KvLostError
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import FinishReason, Priority
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from router.forecast import Forecast
 from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics
 from router.timeline import RequestTimeline
@@ -47,12 +48,19 @@ class _ScriptedRunner:
 
 
 async def observe(
-    script: Script, *, candidates: tuple[int, ...] = (0,), leaves_after: int = 99, ends: int | None = None
+    script: Script,
+    *,
+    candidates: tuple[int, ...] = (0,),
+    leaves_after: int = 99,
+    ends: int | None = None,
+    predicted: Sequence[Forecast] = (),
 ) -> RequestMetrics:
     """What is observed of one request; its reader leaves after so many events, having ended one candidate by then."""
     clock, observed = ManualClock(100.0), RequestMetrics()
     runner = _ScriptedRunner(script, clock)
     job = Job(replace(SPEC, candidates=candidates), None, RequestTimeline(clock))
+    for each in predicted:
+        job.timeline.note_dispatch(each)
     num_events = 0
     async with aclosing(InstrumentedDispatcher(runner, observed).run(job)) as events:
         async for event in events:
@@ -90,6 +98,16 @@ async def test_times_of_a_request() -> None:
     assert value(observed, "tpot_seconds_sum", **REALTIME) == 3
     assert value(observed, "output_tokens_total") == 3
     assert value(observed, "ttft_seconds_count", priority="standard") == 0
+
+
+async def test_a_first_token_is_compared_with_what_was_predicted() -> None:
+    """Of a request that lost its first worker, or of which nothing was known, there is nothing to compare."""
+    script: Script = [(1, PLACED), (2, tokens(1, ends=True))]
+    told = Forecast(2.0, 2.0, 1.0, 1.0, 0.1)
+    once, twice, unknown = [await observe(script, predicted=each) for each in ([told], [told, told], [])]
+    assert value(once, "ttft_over_predicted_ratio_sum") == 1.5
+    assert value(twice, "ttft_over_predicted_ratio_count") == 0
+    assert value(unknown, "ttft_over_predicted_ratio_count") == 0
 
 
 async def test_candidates_have_times_of_their_own() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.v1.prefill_pb2 import PrefillStarted
+from router.forecast import Forecast
 from router.timeline import RequestTimeline
 
 
@@ -61,3 +62,18 @@ def test_hand_overs_add_up() -> None:
     proto = timeline.to_proto()
     assert (proto.kv_blocks, proto.kv_bytes, proto.transfer_s) == (5, 500, 0.75)
     assert (proto.prefill_worker, proto.decode_worker, proto.preemptions) == ("p", "d", 4)
+
+
+def test_what_was_predicted_counts_from_the_arrival() -> None:
+    """Of the first attempt; where nothing was known nothing is said."""
+    clock = ManualClock()
+    timeline = RequestTimeline(clock)
+    assert not timeline.to_proto().HasField("predicted_ttft_s")
+    clock.advance(0.5)
+    timeline.note_dispatch(Forecast(2.0, 3.0, 1.0, 1.5, 0.1))
+    timeline.note_dispatch(Forecast(9.0, 9.0, 9.0, 9.0, 0.1))
+    assert timeline.to_proto().predicted_ttft_s == 2.5
+    assert timeline.ttft_s is None
+    clock.advance(2.0)
+    timeline.note_tokens()
+    assert timeline.ttft_s == 2.5
