@@ -92,6 +92,10 @@ class RouterConfig:
     max_buffered_events: int = option(
         1024, "messages with tokens that a slow client may leave unread before its request ends"
     )
+    message_us: int = option(
+        150,
+        "microseconds that a message to a client costs: each stream sends at most every so many times the number of streams; 0: every token at once",
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")
@@ -111,6 +115,8 @@ class RouterConfig:
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
                 )
         check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
+        if self.message_us < 0:
+            raise ConfigError(f"--message-us must be 0 or more, not {self.message_us}")
         if self.handover_tokens < 0:
             raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:

@@ -53,7 +53,7 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
     scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
     server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    registry = WorkerRegistry(Channels(), config.max_buffered_events)
+    registry = WorkerRegistry(Channels(), config.max_buffered_events, config.message_us * 1e-6)
     async with (
         _discovery(config, registry) as discovery,
         _index(config) as index,
