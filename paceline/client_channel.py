@@ -1,4 +1,7 @@
-"""The connection of a client: how it stays alive, and the API key that goes with each call."""
+"""The connection of a client: TLS, how it stays alive, and the API key that goes with each call."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -9,11 +12,39 @@ _OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 10_000),  # its default of a minute would win over the line above
     ("grpc.http2.max_pings_without_data", 0),
 )
+_File = str | Path
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel that connects when it is first used."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM, for a server that speaks TLS.
+
+    `ca` has signed the server's certificate; without it the roots count that gRPC knows. `cert` and `key` are our own, where the server
+    wants to see them. `server_name` is the name in the server's certificate, where that is not the host of its address.
+    """
+
+    ca: _File | None = None
+    cert: _File | None = None
+    key: _File | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses half of a pair."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a certificate and its key go together; give both or neither")
+
+
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A channel that connects when it is first used. Raises OSError for files that cannot be read."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+    named = (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *named))
+
+
+def _read(file: _File | None) -> bytes | None:
+    return None if file is None else Path(file).read_bytes()
 
 
 def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,13 @@ from paceline.prefix_index.redis_calls import RedisCalls
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.membership import Membership
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
+from paceline.runtime.reload import reload_certificates, reloading
 from paceline.runtime.server import GrpcServer, run_service
+from paceline.runtime.serving import is_private
+from paceline.runtime.tls import CertificateSource
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
@@ -24,7 +28,7 @@ from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
 from router.rate_limit import LocalRateLimiter, RateLimiter, RedisRateLimiter
-from router.reload import reloading
+from router.reload import reload_tenants
 from router.service import SERVICE_NAME, InferenceServicer
 from router.slots import LocalSlots, RedisSlots, Slots
 from router.tenants import Tenants
@@ -46,11 +50,22 @@ def run_router(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
-    tenants = Tenants(config.tenants)
+    tenants, membership = Tenants(config.tenants), config.membership()
+    public = CertificateSource(config.public_tls) if config.tls_cert else None
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
     scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
-    server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    async with _registry(config) as registry, _index(config) as index, _counters(config) as (limiter, slots):
+    server = GrpcServer(
+        config.listen,
+        max_receive_bytes=_MAX_RECEIVE_BYTES,
+        credentials=public.server_credentials() if public else None,
+        plain_listen=config.plain_listen,
+    )
+    channels = Channels(membership)
+    async with (
+        _registry(config, channels) as registry,
+        _index(config) as index,
+        _counters(config) as (limiter, slots),
+    ):
         admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter, slots)
         observed = RequestMetrics()
         timed = InstrumentedIndex(index, observed)
@@ -63,18 +78,32 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
             readiness = asyncio.create_task(_report_readiness(config, server, registry))
-            log.info("listening", address=config.listen)
-            with reloading(tenants):
+            log.info("listening", address=config.listen, tls=public is not None)
+            if tenants.are_known and public is None and not is_private(config.listen):
+                log.warning("keys_in_the_clear", address=config.listen)
+            with reloading(_reloads(tenants, public, membership, channels)):
                 await stop.wait()
             readiness.cancel()
             await _shut_down(server, admission, config.grace_s)
     tokenizer.close()
 
 
+def _reloads(
+    tenants: Tenants, public: CertificateSource | None, membership: Membership, channels: Channels
+) -> Iterator[Callable[[], None]]:
+    """What SIGHUP reads again."""
+    if tenants.are_known:
+        yield partial(reload_tenants, tenants)
+    if public is not None:
+        yield partial(reload_certificates, "public", public)
+    if membership.encrypts:
+        yield partial(reload_certificates, "cluster", membership, channels.renew)
+
+
 @asynccontextmanager
-async def _registry(config: RouterConfig) -> AsyncIterator[WorkerRegistry]:
+async def _registry(config: RouterConfig, channels: Channels) -> AsyncIterator[WorkerRegistry]:
     """The workers, watched until the end of the block."""
-    registry = WorkerRegistry(Channels(), config.max_buffered_events)
+    registry = WorkerRegistry(channels, config.max_buffered_events)
     tiers = (
         (config.prefill_addresses, inference_pb2.WORKER_ROLE_PREFILL),
         (config.decode_addresses, inference_pb2.WORKER_ROLE_DECODE),

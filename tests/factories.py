@@ -172,6 +172,7 @@ def make_errors() -> list[errors.PacelineError]:
         errors.BadStopError("stopping.stop", "is empty"),
         errors.NotBuiltError("logprobs", "log probabilities"),
         errors.TenantUnknownError("nobody has this key"),
+        errors.PeerUnknownError("the call has brought no token"),
         errors.ScopeForbiddenError("priority", "is for others"),
         errors.QueueFullError("the queue is full", retry_after_s=1.5),
         errors.RateLimitedError("tokens", 6000, retry_after_s=2.5),

@@ -9,6 +9,7 @@
     ├── NotBuiltError              NOT_BUILT: a field whose feature does not exist yet
     ├── AccessError                who asks may not have this; nothing was computed
     │   ├── TenantUnknownError         TENANT_UNKNOWN: no API key, or one that nobody has
+    │   ├── PeerUnknownError           PEER_UNKNOWN: a call to a worker from outside of its cluster
     │   └── ScopeForbiddenError        SCOPE_FORBIDDEN: more than the tenant may ask for; a retry does not help
     ├── OverloadedError            come back later; carries retry_after_s
     │   ├── QueueFullError             QUEUE_FULL
@@ -111,6 +112,12 @@ class TenantUnknownError(AccessError):
     """There is no API key with the call, or none that a tenant has. The message never shows it."""
 
     reason = "TENANT_UNKNOWN"
+
+
+class PeerUnknownError(AccessError):
+    """A call to an internal service has not shown that it comes from its cluster."""
+
+    reason = "PEER_UNKNOWN"
 
 
 class ScopeForbiddenError(AccessError):

@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -22,10 +24,13 @@ from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, free_port, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
+from paceline.runtime.channels import Channels
+from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
+_TOKEN_BYTES = 32
 
 
 # --- what to run: decided here, done by the supervisor -----------------------------------------------------
@@ -85,14 +90,26 @@ def router_command(layout: Layout) -> tuple[str, ...]:
         *("--metrics-port", str(layout.metrics_port("router"))),
         *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
         *(("--allow-anonymous",) if layout.config.allow_anonymous else ()),
+        *_public_tls(layout),
         *(part for pair in told for part in pair),
     )
+
+
+def _public_tls(layout: Layout) -> tuple[str, ...]:
+    """Whether its clients need TLS; then we look at it where they do not come in."""
+    files = layout.config.public_tls
+    if not files.check():
+        return ()
+    given = (("--tls-cert", files.cert), ("--tls-key", files.key), ("--tls-client-ca", files.ca))
+    told = tuple(part for flag, file in given if file for part in (flag, str(Path(file).resolve())))
+    return (*told, "--plain-listen", layout.plain_router_address)
 
 
 def _service(layout: Layout, module: str) -> tuple[str, ...]:
     file = layout.config.config
     return (
         *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_setting),
+        *("--cluster-token-file", str(layout.token_file)),
         *(("--config", str(Path(file).resolve())) if file else ()),
     )
 
@@ -112,7 +129,8 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
-    probe = serving(layout.local_router_address)
+    has_tls = layout.config.public_tls.check()
+    probe = serving(layout.plain_router_address if has_tls else layout.local_router_address)
     router = ProcessSpec("router", router_command(layout), probe, vital=True)
     return [*([] if layout.config.redis else [[redis]]), workers, [router]]
 
@@ -165,6 +183,7 @@ class LocalCluster:
             _make_log_dir(self._layout.log_dir)
             # Nobody else can enter its directory.
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
+            _write_secret(self._layout.token_file, secrets.token_hex(_TOKEN_BYTES))
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()
@@ -200,6 +219,10 @@ class LocalCluster:
         """Where each worker listens, by name."""
         layout = self.layout
         return {worker: layout.worker_address(worker) for worker in (*layout.prefill, *layout.decode)}
+
+    def channels(self) -> Channels:
+        """Channels to the workers, which refuse strangers; the caller closes them."""
+        return Channels(Membership(token=read_token(str(self.layout.token_file))))
 
     @property
     def metrics_addresses(self) -> dict[str, str]:
@@ -245,6 +268,12 @@ class LocalCluster:
 def _weights_bytes(model: Path) -> int:
     """What a worker's copy of the weights takes, more or less."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _write_secret(file: Path, secret: str) -> None:
+    """For this user's eyes alone, from the first moment on."""
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - Path.open takes no descriptor
+        opened.write(secret)
 
 
 def _make_log_dir(directory: Path) -> None:

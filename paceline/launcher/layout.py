@@ -38,6 +38,16 @@ class Layout:
         return self.run_dir / "redis.url"
 
     @property
+    def token_file(self) -> Path:
+        """The secret of this cluster's processes."""
+        return self.run_dir / "cluster.token"
+
+    @property
+    def plain_router_address(self) -> str:
+        """Where the router serves this user without TLS, whatever it asks of its clients."""
+        return f"unix:{self.run_dir / 'router.sock'}"
+
+    @property
     def redis_socket(self) -> Path:
         return self.run_dir / "redis.sock"
 

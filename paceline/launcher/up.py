@@ -70,7 +70,7 @@ async def _until_told(cluster: LocalCluster, config: UpConfig, started: float) -
 async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> None:
     async with cluster:
         # Asked before anybody hears of "ready": a channel that is open when its server stops says so on our stderr.
-        held = await capacity_lines(cluster.worker_addresses)
+        held = await capacity_lines(cluster.worker_addresses, cluster.channels())
         took_s = time.monotonic() - started
         _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s")
         metrics = [

@@ -20,6 +20,7 @@ _CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
     (errors.NotBuiltError, grpc.StatusCode.UNIMPLEMENTED),
     (errors.UnsupportedModelError, grpc.StatusCode.UNIMPLEMENTED),
     (errors.TenantUnknownError, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.PeerUnknownError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.AccessError, grpc.StatusCode.PERMISSION_DENIED),
     (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),

@@ -20,7 +20,8 @@ log = get_logger()
 class WorkerTransport:
     """One worker's way out and in. Raises ConfigError for a setting that cannot work on this machine.
 
-    `agent` is a name that no other worker and no other life of this one has; `is_read` says whether others may be reading.
+    `agent` is a name that no other worker and no other life of this one has; `is_read` says whether others may be reading. NIXL does
+    not encrypt: with `must_encrypt` it has to be asked for by name.
     """
 
     def __init__(
@@ -32,11 +33,14 @@ class WorkerTransport:
         *,
         agent: str,
         is_read: Callable[[], bool],
+        must_encrypt: bool = False,
     ) -> None:
         is_auto, pool = kv_transport == _AUTO, memory.pool
         shared = pool.offer if pool is not None and (is_auto or kv_transport == SharedMemory.name) else None
         nixl: Nixl | None = None
-        if pool is not None and ((is_auto and Nixl.is_installed()) or kv_transport == Nixl.name):
+        if pool is not None and (
+            (is_auto and not must_encrypt and Nixl.is_installed()) or kv_transport == Nixl.name
+        ):
             nixl = _open_nixl(
                 lambda: Nixl.open(agent, pool, memory.block_bytes, grpc, is_read), is_required=not is_auto
             )

@@ -112,8 +112,8 @@ async def running_cluster(
     config = UpConfig(config=str(config_file), port=0, **options)
     said: asyncio.Queue[str] = asyncio.Queue()
     local = LocalCluster(config, model, say=said.put_nowait, policy=RestartPolicy(max_attempts=0))
-    channels = Channels()
     async with local, PacelineClient(local.address) as client:
+        channels = local.channels()
         try:
             yield Cluster(local, client, channels, said)
         finally:

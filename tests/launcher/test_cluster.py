@@ -61,6 +61,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--kv-memory": "429496729B",
         "--runner": "torch",
         "--kv-transport": "auto",
+        "--cluster-token-file": "/r/cluster.token",
         "--metrics-port": "-1",
     }
 
@@ -77,6 +78,7 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--decode": "unix:/r/decode-0.sock",
         "--disaggregate": "always",
         "--placement": "least-loaded",
+        "--cluster-token-file": "/r/cluster.token",
         "--metrics-port": "-1",
     }
 

@@ -23,7 +23,7 @@ def test_a_door_to_the_network_without_keys_is_refused() -> None:
     assert status == 2
     assert "--tenants" in said
     assert "--allow-anonymous" in said
-    RouterConfig(model="m", decode="d", listen="0.0.0.0:0", allow_anonymous=True)
+    RouterConfig(model="m", decode="unix:d", listen="0.0.0.0:0", allow_anonymous=True)
 
 
 def test_a_broken_file_of_tenants_ends_the_router_with_one_line(tmp_path: Path) -> None:
@@ -41,4 +41,4 @@ def test_a_broken_file_of_tenants_ends_the_router_with_one_line(tmp_path: Path) 
 def test_numbers_without_sense_are_refused(name: str) -> None:
     """With the name of the flag."""
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be"):
-        RouterConfig(model="m", decode="d", **{name: 0})  # type: ignore[arg-type] # 0 is in no such field's range
+        RouterConfig(model="m", decode="unix:d", **{name: 0})  # type: ignore[arg-type] # 0 is in no such field's range
