@@ -170,6 +170,7 @@ def make_errors() -> list[errors.PacelineError]:
         errors.PromptTooLongError(limit=4, given=5, unit="bytes"),
         errors.BadSamplingError("sampling.top_p", "is 0"),
         errors.BadStopError("stopping.stop", "is empty"),
+        errors.BadFieldError("client_request_id", "is too long"),
         errors.NotBuiltError("logprobs", "log probabilities"),
         errors.TenantUnknownError("nobody has this key"),
         errors.PeerUnknownError("the call has brought no token"),

@@ -5,7 +5,8 @@
     │   ├── BadPromptError             BAD_PROMPT
     │   ├── PromptTooLongError         PROMPT_TOO_LONG
     │   ├── BadSamplingError           BAD_SAMPLING
-    │   └── BadStopError               BAD_STOP
+    │   ├── BadStopError               BAD_STOP
+    │   └── BadFieldError              BAD_FIELD: a label of the request is too long
     ├── NotBuiltError              NOT_BUILT: a field whose feature does not exist yet
     ├── AccessError                who asks may not have this; nothing was computed
     │   ├── TenantUnknownError         TENANT_UNKNOWN: no API key, or one that nobody has
@@ -89,6 +90,12 @@ class BadStopError(_FieldError):
     """A stop condition is out of its range."""
 
     reason = "BAD_STOP"
+
+
+class BadFieldError(_FieldError):
+    """A field or metadata that has nothing to do with sampling or stopping passes a limit."""
+
+    reason = "BAD_FIELD"
 
 
 class NotBuiltError(PacelineError):

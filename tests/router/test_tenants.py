@@ -139,6 +139,16 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         Tenants(str(tmp_path / "nowhere"))
 
 
+def test_a_key_of_any_length_is_not_hashed(file: Path) -> None:
+    """What is longer than any key is not one, and is not shown; one that is as long as may be is looked up."""
+    tenants = Tenants(str(file))
+    for key in ("x" * 512, "x" * 513, "x" * 16000):
+        with pytest.raises(TenantUnknownError) as caught:
+            tenants.of_call(bearer(key))
+        assert "xx" not in str(caught.value)
+        assert ("not of the form" in str(caught.value)) == (len(key) > 512)
+
+
 def test_a_new_reading_replaces_the_old_one_or_is_refused(file: Path) -> None:
     """A key that is gone is unknown from then on; a broken file is logged, and what was read before stays."""
     tenants = Tenants(str(file))
