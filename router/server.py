@@ -44,7 +44,7 @@ log = get_logger()
 
 def run_router(config: RouterConfig) -> int:
     """Runs a router until SIGTERM or SIGINT; gives the exit status."""
-    configure_logging("router", "router", config.log_level)
+    configure_logging("router", "router", config.log_level, knows_text=True)
     keep_torch_out()
     return run_service(lambda stop: _serve(config, stop))
 

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.runtime.channels import KEEPALIVE_OPTIONS
-from paceline.runtime.log import get_logger
+from paceline.runtime.log import get_logger, on_unhandled
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -112,6 +112,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_unhandled)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await main(stop)

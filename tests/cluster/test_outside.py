@@ -150,21 +150,3 @@ async def test_a_stop_string_ends_the_text(idle_fake_cluster: Cluster, include_s
     assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
     assert answer.token_ids == whole.token_ids[: answer.usage.output_tokens]
     assert answer.usage.output_tokens < 40
-
-
-async def test_no_log_holds_a_prompt_or_an_answer(idle_fake_cluster: Cluster) -> None:
-    """With everything logged, no process writes text of a prompt or an output, refused or served."""
-    secret = "xylophone-quagmire-7319"
-    answer = await idle_fake_cluster.client.generate_text(
-        secret, max_tokens=30, temperature=0, ignore_eos=True
-    )
-    with pytest.raises(Exception, match="tokens"):
-        await idle_fake_cluster.client.generate_text(secret * 500, max_tokens=3)
-    messages: list[Message] = [{"role": secret, "content": secret}]
-    with pytest.raises(Exception, match="role"):
-        await idle_fake_cluster.client.generate_text(messages)
-    logs = idle_fake_cluster.logs()
-    assert "request_done" in logs
-    assert "request_refused" in logs
-    assert secret not in logs
-    assert answer.text[:12] not in logs
