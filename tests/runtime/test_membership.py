@@ -1,7 +1,6 @@
 """Who belongs to the cluster, and what strangers hear."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +69,12 @@ async def _words() -> AsyncIterator[bytes]:
         yield word
 
 
-async def _silence() -> AsyncIterator[bytes]:
-    await asyncio.Event().wait()
-    yield b""
+async def call_all(channel: Any, metadata: Any = None, *, is_silent: bool = False) -> list[object]:
+    """What each kind of method answers: its messages, or the error. Who is silent waits until it is let in."""
 
+    def said() -> tuple[AsyncIterator[bytes], ...]:
+        return () if is_silent else (_words(),)
 
-async def call_all(
-    channel: Any, metadata: Any = None, words: Callable[[], AsyncIterator[bytes]] = _words
-) -> list[object]:
-    """What each kind of method answers: its messages, or the error."""
     extra = {} if metadata is None else {"metadata": metadata}
 
     async def unary(call: Any) -> object:
@@ -96,8 +92,8 @@ async def call_all(
     return [
         await unary(channel.unary_unary(f"/{SERVICE}/Echo")(b"x", timeout=10, **extra)),
         await stream(channel.unary_stream(f"/{SERVICE}/Count")(b"x", timeout=10, **extra)),
-        await stream(channel.stream_stream(f"/{SERVICE}/Double")(words(), timeout=10, **extra)),
-        await unary(channel.stream_unary(f"/{SERVICE}/Join")(words(), timeout=10, **extra)),
+        await stream(channel.stream_stream(f"/{SERVICE}/Double")(*said(), timeout=10, **extra)),
+        await unary(channel.stream_unary(f"/{SERVICE}/Join")(*said(), timeout=10, **extra)),
     ]
 
 
@@ -126,7 +122,7 @@ async def test_calls_of_the_cluster_are_answered(address: str) -> None:
 async def test_strangers_are_refused(address: str, metadata: Any) -> None:
     """Whatever they call and bring, before they have said anything: with a reason, and without a word of the token."""
     async with grpc.aio.insecure_channel(address) as channel:
-        for answer in await call_all(channel, metadata, _silence):
+        for answer in await call_all(channel, metadata, is_silent=True):
             assert isinstance(answer, PacelineRpcError)
             assert (answer.code, answer.reason) == (grpc.StatusCode.UNAUTHENTICATED, "PEER_UNKNOWN")
             assert "--cluster-token-file" in answer.message
