@@ -13,6 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.client import Message
+from paceline.client_error import from_rpc_error
+from paceline.v1 import worker_pb2
+from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.cluster.support import Cluster, fake_tokens
 from tests.conftest import ROOT
 from tests.tiny_model import EOS_ID, VOCAB_SIZE
@@ -127,6 +130,18 @@ async def test_health_is_served(idle_fake_cluster: Cluster, service: str) -> Non
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] # absent in its types
         answer = await check(health_pb2.HealthCheckRequest(service=service))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_local_cluster_refuses_strangers_too(idle_fake_cluster: Cluster) -> None:
+    """Whoever gets at a worker's socket and does not know the token learns nothing; the probe of its health is answered."""
+    for address in idle_fake_cluster.local.worker_addresses.values():
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
+            assert from_rpc_error(caught.value).reason == "PEER_UNKNOWN"
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined] # absent in its types
+            answer = await check(health_pb2.HealthCheckRequest(service=""))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize("include_stop", [False, True])

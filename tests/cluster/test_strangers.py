@@ -25,7 +25,7 @@ from paceline.launcher.tether import tethered
 from paceline.runtime.membership import CLUSTER_TOKEN
 from paceline.v1 import decode_pb2, kv_transfer_pb2, prefill_pb2, worker_pb2
 from tests.certificates import Authority, Pair
-from tests.cluster.support import PATIENCE_S, fake_tokens, random_prompts
+from tests.cluster.support import PATIENCE_S, fake_tokens, random_prompts, running_cluster
 from tests.tiny_model import VOCAB_SIZE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.thorough]
@@ -346,3 +346,26 @@ async def _hang_up(secured: Secured, word: str) -> None:
     for name, started in secured.processes.items():
         started.send_signal(signal.SIGHUP)
         await secured.until_said(name, word)
+
+
+async def test_a_local_cluster_serves_clients_over_tls(
+    tmp_path: Path, tiny_tokenizer_dir: Path, secured: Secured
+) -> None:
+    """`./run up` comes up though it has no certificate that its router would take; clients need one, and no other way is open to them."""
+    server = secured.clients.issue("local")
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        runner="fake",
+        topology="0P1D",
+        tls_cert=str(server.cert),
+        tls_key=str(server.key),
+        tls_client_ca=str(secured.clients.ca),
+    ) as cluster:
+        tls = Tls(ca=secured.clients.ca, cert=secured.client.cert, key=secured.client.key)
+        async with PacelineClient(cluster.address, tls=tls) as client:
+            got = await client.generate_text((4, 5, 6), max_tokens=5, temperature=0, ignore_eos=True)
+        assert got.token_ids == fake_tokens((4, 5, 6), 5, VOCAB_SIZE, None)
+        for wrong in (None, Tls(ca=secured.clients.ca)):
+            error = await heard(lambda tls=wrong: PacelineClient(cluster.address, tls=tls))  # type: ignore[misc] # bound at once
+            assert error.code is grpc.StatusCode.UNAVAILABLE
