@@ -121,9 +121,9 @@ class _Gathered:
 
 
 class PacelineClient:
-    """One connection to a server, for any number of requests at once. Make it where the event loop runs.
+    """One connection to a server, or to several that are named with commas, for any number of requests at once.
 
-    A call that fails raises PacelineRpcError. `api_key` says whose calls they are, `tls` how to encrypt them, where the server wants it.
+    Make it where the event loop runs. A call that fails raises PacelineRpcError. `api_key` and `tls` are for servers that want them.
     """
 
     def __init__(

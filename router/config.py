@@ -12,6 +12,7 @@ from paceline.runtime.serving import check_open, is_private
 from paceline.runtime.tls import TlsFiles
 from router.costs import RouteCosts
 from router.placement import DisaggregateMode, Rules
+from router.places import Place, parse_places
 from router.policies import POLICIES, PlacementPolicy
 
 _AT_LEAST_ONE = (
@@ -20,6 +21,7 @@ _AT_LEAST_ONE = (
     "max_prompt_bytes",
     "default_max_tokens",
     "max_attempts",
+    "max_attempts_in_all",
     "limiter_routers",
 )
 
@@ -32,8 +34,15 @@ class RouterConfig(ClusterSettings):
     model: str = option(
         "", "directory of the model: its tokenizer and chat template are used, not its weights"
     )
-    prefill: str = option("", "addresses of the prefill workers, separated by commas")
-    decode: str = option("", "addresses of the decode workers, separated by commas")
+    prefill: str = option(
+        "",
+        "where the prefill workers are, separated by commas: host:port, unix:/path, dns:NAME:PORT for all that a name has, "
+        "or redis for those that register",
+    )
+    decode: str = option("", "where the decode workers are, in the same way")
+    discovery_interval_s: float = option(
+        2.0, "seconds between two questions to DNS or Redis about where workers are"
+    )
     redis: str = option("", "the prefix table, redis://... or another form of URL; empty: none")
     lookup_budget_s: float = option(
         0.005, "seconds a look-up in the prefix table may take; a later answer counts as none"
@@ -84,7 +93,10 @@ class RouterConfig(ClusterSettings):
     max_request_bytes: int = option(256 << 20, "bytes of the requests under way at once; more are refused")
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
-    max_attempts: int = option(3, "times a request is tried when workers fail")
+    max_attempts: int = option(
+        3, "times in a row that a request is tried when workers fail before they decode"
+    )
+    max_attempts_in_all: int = option(12, "times in all that a request is tried when workers fail")
     recovery_wait_s: float = option(20.0, "seconds a request waits for a worker to come back before it fails")
     max_buffered_events: int = option(
         1024, "messages with tokens that a slow client may leave unread before its request ends"
@@ -102,23 +114,28 @@ class RouterConfig(ClusterSettings):
         check_metrics_port(self.metrics_port)
         if self.redis:
             parse_redis_url(self.redis)
-        for name in ("lookup_budget_s", "limiter_budget_s"):
+        for name in ("lookup_budget_s", "limiter_budget_s", "discovery_interval_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
                 )
         self._check_door()
-        check_cluster(self, peers=(*self.prefill_addresses, *self.decode_addresses))
+        check_cluster(self, peers=[place.address for place in self._places if place.kind != "redis"])
         if self.handover_tokens < 0:
             raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
-        if not self.decode_addresses:
+        self._check_places()
+
+    def _check_places(self) -> None:
+        if not self.decode_places:
             raise ConfigError("--decode is missing: name at least one decode worker's address")
-        if self.disaggregate == "always" and not self.prefill_addresses:
+        if self.disaggregate == "always" and not self.prefill_places:
             raise ConfigError(
                 "--disaggregate always needs --prefill: name at least one prefill worker's address"
             )
+        if not self.redis and any(place.kind == "redis" for place in self._places):
+            raise ConfigError("workers that register need --redis: name the Redis where they do")
 
     def _check_door(self) -> None:
         asks_for_certificate = self.public_tls.check() and bool(self.tls_client_ca)
@@ -152,15 +169,15 @@ class RouterConfig(ClusterSettings):
         return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
 
     @property
-    def prefill_addresses(self) -> tuple[str, ...]:
-        """The prefill workers."""
-        return _split(self.prefill)
+    def _places(self) -> tuple[Place, ...]:
+        return self.prefill_places + self.decode_places
 
     @property
-    def decode_addresses(self) -> tuple[str, ...]:
-        """The decode workers."""
-        return _split(self.decode)
+    def prefill_places(self) -> tuple[Place, ...]:
+        """Where prefill workers are."""
+        return parse_places(self.prefill, "--prefill")
 
-
-def _split(addresses: str) -> tuple[str, ...]:
-    return tuple(address.strip() for address in addresses.split(",") if address.strip())
+    @property
+    def decode_places(self) -> tuple[Place, ...]:
+        """Where decode workers are."""
+        return parse_places(self.decode, "--decode")

@@ -6,7 +6,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from paceline.core.errors import DrainingError, PacelineError, PeerLostError, SlowConsumerError
+from paceline.core.errors import (
+    DrainingError,
+    EngineFailedError,
+    PacelineError,
+    PeerLostError,
+    SlowConsumerError,
+)
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
@@ -14,6 +20,10 @@ from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
 from paceline.runtime.wire_internal import prefix_hint_to_proto, spec_to_proto, ticket_to_proto
 from paceline.v1 import decode_pb2, engine_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
+
+# What a worker says that gives up what it has, or takes nothing new, and will soon be gone.
+LEAVING = (DrainingError, EngineFailedError)
+_LEAVING_REASONS = tuple(error.reason for error in LEAVING)
 
 
 class DecodeHandle:
@@ -88,8 +98,8 @@ class DecodeLink:
         self._max_buffered = max_buffered
         self._outbox: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
         self._handles: dict[SequenceId, DecodeHandle] = {}
-        # Whether the worker has refused work as draining; its load report follows.
-        self.is_draining = False
+        # Whether the worker has refused work since it is about to end; its load report follows, or the end of the stream.
+        self.is_leaving = False
         # Set when the stream has ended: whatever is submitted then would wait for ever.
         self._ended: PacelineError | None = None
 
@@ -167,7 +177,7 @@ class DecodeLink:
     def _take(self, response: decode_pb2.DecodeResponse) -> None:
         for event in response.events:
             sequence_id = SequenceId(RequestId(event.request_id), event.attempt)
-            self.is_draining |= event.failed.reason == DrainingError.reason
+            self.is_leaving |= event.failed.reason in _LEAVING_REASONS
             handle = self._handles.get(sequence_id)
             if handle is None:  # given up since
                 continue

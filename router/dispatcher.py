@@ -11,7 +11,14 @@ from contextlib import aclosing, suppress
 import grpc
 
 from paceline.core.clock import Clock, monotonic
-from paceline.core.errors import DrainingError, KvError, NoEndpointError, PacelineError, PeerLostError
+from paceline.core.errors import (
+    DrainingError,
+    EngineFailedError,
+    KvError,
+    NoEndpointError,
+    PacelineError,
+    PeerLostError,
+)
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixLookup
@@ -28,8 +35,8 @@ from paceline.runtime.wire_internal import (
 from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
-from router.decode_link import DecodeHandle, DecodeLink, first_tokens
-from router.job import DispatchEvent, Job, Placed, PromptComputed, PromptProgress, Tokens
+from router.decode_link import LEAVING, DecodeHandle, DecodeLink, first_tokens
+from router.job import DispatchEvent, Failures, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
 from router.placement import Route
@@ -40,7 +47,7 @@ from router.views import WorkerView
 from router.workers import WorkerRegistry
 
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
-_RETRYABLE = (KvError, PeerLostError, DrainingError)
+_RETRYABLE = (KvError, PeerLostError, DrainingError, EngineFailedError)
 _ROLES = (inference_pb2.WORKER_ROLE_PREFILL, inference_pb2.WORKER_ROLE_DECODE)
 
 log = get_logger()
@@ -71,36 +78,34 @@ class Dispatcher:
 
         A candidate that the reader has ended, by `job.end`, gives nothing more. Raises PacelineError.
         """
-        async with aclosing(self._go_on(job, 0, "")) as events:
+        async with aclosing(self._go_on(job, Failures())) as events:
             async for event in events:
                 yield event
 
-    async def _go_on(self, job: Job, num_failed: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
-        """Attempt after attempt, `max_attempts` in a row; `num_failed` of them have failed, the last one for `reason`."""
+    async def _go_on(self, job: Job, failures: Failures) -> AsyncGenerator[DispatchEvent, None]:
+        """Attempt after attempt, until one succeeds or `failures` have become too many."""
         parts = job.parts()
         if len(parts) > 1:
-            streams = [self._go_on(part, num_failed, reason) for part in parts]
+            streams = [self._go_on(part, failures) for part in parts]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
                     yield event
             return
-        attempt = next(job.attempt_numbers)
+        attempt, num_first = next(job.attempt_numbers), job.num_output_tokens + len(job.candidates)
         try:
-            async with aclosing(self._attempt(job, attempt, reason)) as events:
+            async with aclosing(self._attempt(job, attempt, failures.reason)) as events:
                 async for event in events:
                     yield event
         except _RETRYABLE as error:
-            if num_failed + 1 == self._config.max_attempts or self._is_late(job):
+            failures = failures.and_one(error.reason, has_advanced=job.num_output_tokens > num_first)
+            if self._is_over(job, failures):
                 raise
-            reason = error.reason
             job.failed_on.add(job.prefill_worker)
-            request_id = job.spec.sequence_id.request_id
-            log.warning(
-                "attempt_failed", request_id=request_id, attempt=attempt, reason=reason, error=str(error)
-            )
+            facts = {"reason": error.reason, "error": str(error)}
+            log.warning("attempt_failed", request_id=job.request_id, attempt=attempt, **facts)
         else:
             return
-        async with aclosing(self._go_on(job, num_failed + 1, reason)) as events:
+        async with aclosing(self._go_on(job, failures)) as events:
             async for event in events:
                 yield event
 
@@ -191,8 +196,8 @@ class Dispatcher:
 
     async def _note_failure(self, worker: WorkerView, error: PacelineError) -> None:
         """What a failed prefill says about its worker, so that the next attempt is not placed there again."""
-        if isinstance(error, DrainingError):
-            self._registry.note_draining(worker.key)
+        if isinstance(error, LEAVING):
+            self._registry.note_leaving(worker.key)
         elif isinstance(error, PeerLostError):
             await self._registry.until_gone(worker.key)
 
@@ -267,8 +272,11 @@ class Dispatcher:
         prefill, decode = (self._registry.views(role) for role in _ROLES)
         return self._placer.place(facts, prefill, decode)
 
-    def _is_late(self, job: Job) -> bool:
-        return job.deadline_s is not None and job.deadline_s <= self._clock()
+    def _is_over(self, job: Job, failures: Failures) -> bool:
+        """Whether another attempt is of no use. In all they are bounded too: a request may be what its workers die of."""
+        config, is_late = self._config, job.deadline_s is not None and job.deadline_s <= self._clock()
+        is_hopeless = failures.num_in_a_row >= config.max_attempts
+        return is_late or is_hopeless or failures.num_in_all >= config.max_attempts_in_all
 
     # -- giving leases back
 

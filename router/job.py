@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from paceline.core.errors import BadFieldError, PeerLostError
-from paceline.core.request import MAX_LABEL_CHARS, FinishReason, SequenceId, SequenceSpec, TokenLogprob
+from paceline.core.request import (
+    MAX_LABEL_CHARS,
+    FinishReason,
+    RequestId,
+    SequenceId,
+    SequenceSpec,
+    TokenLogprob,
+)
 from paceline.v1 import generation_pb2
 from router.timeline import RequestTimeline
 
@@ -56,6 +63,19 @@ class Tokens:
     candidate: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Attempts that have failed: since the last one that got beyond its first tokens, and in all; and why the last one did."""
+
+    num_in_a_row: int = 0
+    num_in_all: int = 0
+    reason: str = ""
+
+    def and_one(self, reason: str, *, has_advanced: bool) -> "Failures":
+        """One more. If it decoded before it failed, the request is on its way, and those before it are forgiven."""
+        return Failures(1 if has_advanced else self.num_in_a_row + 1, self.num_in_all + 1, reason)
+
+
 DispatchEvent = Placed | PromptProgress | PromptComputed | Tokens
 
 
@@ -88,6 +108,11 @@ class Job:
         self.unfinished = set(self.spec.candidates)
 
     @property
+    def request_id(self) -> RequestId:
+        """The same in every attempt."""
+        return self.spec.sequence_id.request_id
+
+    @property
     def candidates(self) -> tuple[int, ...]:
         """Those of this job that have not ended."""
         return tuple(candidate for candidate in self.spec.candidates if candidate in self.unfinished)
@@ -98,6 +123,11 @@ class Job:
         return tuple(self.outputs[self.candidates[0]]) if self.candidates else ()
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all candidates so far."""
+        return sum(map(len, self.outputs.values()))
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether the next attempt has to give log probabilities of the prompt."""
         return self.spec.prompt_logprobs and not self.is_prompt_told
@@ -106,7 +136,7 @@ class Job:
         """What to send to the workers of this attempt."""
         return replace(
             self.spec,
-            sequence_id=SequenceId(self.spec.sequence_id.request_id, attempt),
+            sequence_id=SequenceId(self.request_id, attempt),
             output_ids=self.output_ids,
             candidates=self.candidates,
             prompt_logprobs=self.owes_prompt_logprobs,

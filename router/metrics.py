@@ -15,6 +15,7 @@ from paceline.runtime import metrics
 from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
+from router.discovery import Discovery
 from router.job import DispatchEvent, Job, Placed, PromptComputed, RequestRunner, Tokens
 from router.rate_limit import LimiterMode, RateLimiter
 from router.service import InferenceServicer
@@ -148,6 +149,7 @@ def router_samples(
     limiter: RateLimiter,
     index: PrefixIndex,
     registry: WorkerRegistry,
+    discovery: Discovery,
 ) -> list[Sample]:
     """What the router's parts say of themselves now."""
     door, rates, table = admission.stats(), limiter.stats(), index.stats()
@@ -173,4 +175,9 @@ def router_samples(
             Sample(metrics.WORKERS_COOLING, sum(view.cooling_down for view in seen), (tier,))
             for tier, seen in views.items()
         ),
+        *(
+            Sample(metrics.WORKER_ADDRESSES, registry.num_watched(role), (tier,))
+            for tier, role in _TIERS.items()
+        ),
+        Sample(metrics.SOURCES_SILENT, discovery.num_silent),
     ]

@@ -11,6 +11,7 @@ from paceline.prefix_index.index import PrefixIndex
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.redis_calls import RedisCalls
 from paceline.prefix_index.redis_index import RedisPrefixIndex
+from paceline.prefix_index.registration import WorkerTable
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
 from paceline.runtime.membership import Membership
@@ -24,6 +25,7 @@ from paceline.v1 import inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
 from router.config import RouterConfig
+from router.discovery import Discovery
 from router.dispatcher import Dispatcher
 from router.intake import Intake
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
@@ -33,6 +35,7 @@ from router.service import SERVICE_NAME, InferenceServicer
 from router.slots import LocalSlots, RedisSlots, Slots
 from router.tenants import Tenants
 from router.tokenizer import Tokenizer, keep_torch_out
+from router.worker_sources import sources_of
 from router.workers import WorkerRegistry
 
 # The public limit is on the prompt; this only keeps a request over that limit from being cut off without a reason.
@@ -61,8 +64,9 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         plain_listen=config.plain_listen,
     )
     channels = Channels(membership)
+    registry = WorkerRegistry(channels, config.max_buffered_events)
     async with (
-        _registry(config, channels) as registry,
+        _discovery(config, registry) as discovery,
         _index(config) as index,
         _counters(config) as (limiter, slots),
     ):
@@ -73,11 +77,11 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         intake = Intake(config, tokenizer, registry, scopes)
         service = InferenceServicer(intake, registry, index, admission, dispatcher, tenants)
         service.add_to(server.grpc)
-        read = partial(router_samples, service, admission, limiter, index, registry)
+        read = partial(router_samples, service, admission, limiter, index, registry, discovery)
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
-            readiness = asyncio.create_task(_report_readiness(config, server, registry))
+            readiness = asyncio.create_task(_report_readiness(config, server, registry, discovery))
             log.info("listening", address=config.listen, tls=public is not None)
             if tenants.are_known and public is None and not is_private(config.listen):
                 log.warning("keys_in_the_clear", address=config.listen)
@@ -101,25 +105,25 @@ def _reloads(
 
 
 @asynccontextmanager
-async def _registry(config: RouterConfig, channels: Channels) -> AsyncIterator[WorkerRegistry]:
-    """The workers, watched until the end of the block."""
-    registry = WorkerRegistry(channels, config.max_buffered_events)
-    tiers = (
-        (config.prefill_addresses, inference_pb2.WORKER_ROLE_PREFILL),
-        (config.decode_addresses, inference_pb2.WORKER_ROLE_DECODE),
+async def _discovery(config: RouterConfig, registry: WorkerRegistry) -> AsyncIterator[Discovery]:
+    """Workers are found and followed until the end of the block."""
+    table = WorkerTable(RedisCalls(config.redis)) if config.redis else None
+    every_s = config.discovery_interval_s
+    discovery = Discovery(
+        registry,
+        {
+            inference_pb2.WORKER_ROLE_PREFILL: sources_of(config.prefill_places, "prefill", table, every_s),
+            inference_pb2.WORKER_ROLE_DECODE: sources_of(config.decode_places, "decode", table, every_s),
+        },
     )
-    watching = [
-        asyncio.create_task(registry.watch(address, role))
-        for addresses, role in tiers
-        for address in addresses
-    ]
+    discovery.start()
     try:
-        yield registry
+        yield discovery
     finally:
-        for watch in watching:
-            watch.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
+        await discovery.aclose()
         await registry.channels.aclose()
+        if table is not None:
+            await table.aclose()
 
 
 def _secret(config: RouterConfig) -> bytes:
@@ -161,15 +165,16 @@ async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
         await index.aclose()
 
 
-async def _report_readiness(config: RouterConfig, server: GrpcServer, registry: WorkerRegistry) -> None:
+async def _report_readiness(
+    config: RouterConfig, server: GrpcServer, registry: WorkerRegistry, discovery: Discovery
+) -> None:
     """Serving from when every worker has been found, and then while requests can be placed."""
-    num_configured = len(config.prefill_addresses) + len(config.decode_addresses)
     complete = False
     while True:
         changed = registry.changed
         num_prefill = len(registry.views(inference_pb2.WORKER_ROLE_PREFILL))
         num_decode = len(registry.views(inference_pb2.WORKER_ROLE_DECODE))
-        complete = complete or num_prefill + num_decode == num_configured
+        complete = complete or discovery.is_complete
         can_place = num_decode > 0 and (num_prefill > 0 or config.mode != "always")
         await server.set_serving(serving=complete and can_place)
         await changed.wait()

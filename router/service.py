@@ -13,6 +13,7 @@ from paceline.core.clock import monotonic
 from paceline.core.errors import (
     DeadlineError,
     DrainingError,
+    EngineFailedError,
     InvariantError,
     NoEndpointError,
     PacelineError,
@@ -35,7 +36,8 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].ful
 _MAX_TOKENIZING = 8
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-_OUR_FAULTS = {each.reason for each in (NoEndpointError, DrainingError, PeerLostError, InvariantError)}
+_FAULTS = (NoEndpointError, DrainingError, PeerLostError, EngineFailedError, InvariantError)
+_OUR_FAULTS = {each.reason for each in _FAULTS}
 
 log = get_logger()
 
@@ -205,7 +207,7 @@ def _log_end(call: Call, ended: str) -> None:
     timeline = call.job.timeline.to_proto()
     log.info(
         "request_done",
-        request_id=call.job.spec.sequence_id.request_id,
+        request_id=call.job.request_id,
         client_request_id=call.request.client_request_id[:64],
         tenant=call.visit.tenant.name,
         ended=ended,

@@ -1,7 +1,8 @@
 """The workers that this router sees: found by address, known by their own words, gone when their stream breaks."""
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import FingerprintMismatchError, PacelineError, PeerLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
-from paceline.core.request import BootEpoch, WorkerId
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
@@ -20,69 +20,21 @@ from paceline.v1 import inference_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.assignments import Assignments
 from router.decode_link import DecodeLink
+from router.known_worker import KnownWorker, key_of
 from router.views import WorkerView
+from router.watch import Watch, WatchState
 
 _INFO_TIMEOUT_S = 5.0
 # A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
 _SILENCE_S = 10.0
-# Three reports that have not come: what it has to do by now is not known any more.
-_STALE_S = 3.0
-_RETRY_EVERY_S = 0.25
 _GOING_S = 0.5
+# Longer than a call without a deadline of its own would be waited for.
+_LINGER_S = 900.0
 
 if TYPE_CHECKING:  # the stub's async form has a type, but no class
     from paceline.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 log = get_logger()
-
-
-@dataclass(slots=True)
-class _Known:
-    """A worker that is there."""
-
-    address: str
-    info: worker_pb2.GetInfoResponse
-    load: worker_pb2.WatchLoadResponse
-    link: DecodeLink | None
-    reported_s: float
-    # Whether it has refused a prefill as draining; its load report follows.
-    has_refused: bool = False
-
-    @property
-    def key(self) -> WorkerKey:
-        return WorkerKey(WorkerId(self.info.worker_id), BootEpoch(self.info.boot_epoch))
-
-    @property
-    def fingerprint(self) -> ModelFingerprint:
-        return fingerprint_from_proto(self.info.fingerprint)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it can be given work: a decode worker whose stream has broken is as good as gone."""
-        return self.link is None or self.link.is_open
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it takes nothing new, as far as anyone has heard."""
-        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_draining)
-
-    def view(self, assignments: Assignments, now_s: float) -> WorkerView:
-        return WorkerView(
-            key=self.key,
-            address=self.address,
-            fingerprint=self.fingerprint.digest(),
-            block_size=self.info.fingerprint.block_size,
-            num_blocks=self.info.num_blocks,
-            num_free_blocks=self.load.num_free_blocks,
-            num_running=self.load.num_running,
-            num_waiting=self.load.num_waiting,
-            num_pending_tokens=self.load.num_pending_tokens,
-            draining=self.is_draining,
-            cooling_down=self.load.cooling_down,
-            is_load_known=now_s - self.reported_s < _STALE_S,
-            num_assigned_tokens=assignments.num_tokens(self.key),
-            num_assigned_sequences=assignments.num_sequences(self.key),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +55,57 @@ class WorkerRegistry:
     max_buffered_events: int
     assignments: Assignments = field(default_factory=Assignments)
     clock: Clock = monotonic
-    _known: dict[WorkerKey, _Known] = field(default_factory=dict)
-    # Set, and replaced by a new one, when a worker has come or gone.
+    _known: dict[WorkerKey, KnownWorker] = field(default_factory=dict)
+    # The lives that somebody follows, and every address at which somebody looks.
+    _claimed: set[WorkerKey] = field(default_factory=set)
+    _watches: dict[tuple[inference_pb2.WorkerRole, str], Watch] = field(default_factory=dict)
+    # When somebody looked there last, of addresses where nobody looks any more.
+    _left_s: dict[str, float] = field(default_factory=dict)
+    # Set, and replaced by a new one, when a worker has come or gone, or something has come of looking for one.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def watch(self, address: str, role: inference_pb2.WorkerRole) -> None:
-        """Follows the worker at `address` for ever: while it is there, while it is away, when it comes back."""
-        complaint = ""
-        while True:
-            try:
-                await self._follow(address, role)
-            except PacelineError as error:
-                # A worker that stays away is one line in the log, not one every quarter of a second.
-                if str(error) != complaint:
-                    log.warning("worker_unreachable", address=address, reason=error.reason, error=str(error))
-                complaint = str(error)
-            await asyncio.sleep(_RETRY_EVERY_S)
+    async def watch(
+        self, address: str, role: inference_pb2.WorkerRole, is_named: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Follows the worker at `address`: while it is there, while it is away, when it comes back.
+
+        Returns when it is away and nobody names the address any more. While its stream lives it stays, whoever names it.
+        """
+        watch = self._watches[role, address] = Watch(address, role)
+        self._left_s.pop(address, None)
+        try:
+            while True:
+                try:
+                    await self._follow(watch)
+                except PacelineError as error:
+                    watch.complain(error)
+                self._note_state(watch, "away")
+                if not is_named():
+                    break
+                await asyncio.sleep(watch.next_pause_s())
+        finally:
+            del self._watches[role, address]
+            self._left_s[address] = self.clock()
+        log.info("address_dropped", address=address)
+
+    async def close_left(self) -> None:
+        """Closes connections to where nobody has looked for a quarter of an hour. Sooner it could end what is still under way there."""
+        watched = {watch.address for watch in self._watches.values()}
+        for address, left_s in list(self._left_s.items()):
+            if address in watched:
+                del self._left_s[address]
+            elif self.clock() - left_s > _LINGER_S:
+                del self._left_s[address]
+                await self.channels.drop(address)
+
+    def state(self, address: str, role: inference_pb2.WorkerRole) -> WatchState:
+        """What has come of looking for a worker there."""
+        watch = self._watches.get((role, address))
+        return watch.state if watch else "unknown"
+
+    def num_watched(self, role: inference_pb2.WorkerRole) -> int:
+        """Addresses of one tier at which workers are looked for."""
+        return sum(watch.role == role for watch in self._watches.values())
 
     def views(self, role: inference_pb2.WorkerRole) -> list[WorkerView]:
         """The workers of one tier."""
@@ -147,8 +134,8 @@ class WorkerRegistry:
         known = self._known.get(key)
         return known.link if known and known.is_there else None
 
-    def note_draining(self, key: WorkerKey) -> None:
-        """A worker has refused work since it drains: nobody is sent there until its next life."""
+    def note_leaving(self, key: WorkerKey) -> None:
+        """A worker has refused work since it is about to end: nobody is sent there until its next life."""
         known = self._known.get(key)
         if known is not None:
             known.has_refused = True
@@ -176,25 +163,45 @@ class WorkerRegistry:
             max_model_tokens=min(info.max_model_tokens for info in infos),
         )
 
-    async def _follow(self, address: str, role: inference_pb2.WorkerRole) -> None:
-        stub = WorkerServiceStub(self.channels.get(address))
+    async def _follow(self, watch: Watch) -> None:
+        stub = WorkerServiceStub(self.channels.get(watch.address))
         try:
             info = await stub.GetInfo(
                 worker_pb2.GetInfoRequest(), timeout=_INFO_TIMEOUT_S, wait_for_ready=False
             )
-            self._require_fit(info, role, address)
-            await self._follow_known(stub, address, info)
+            self._require_fit(info, watch)
+            if key_of(info) in self._claimed:
+                await self._until_left(watch, info)
+                return
+            with self._claim(key_of(info)):
+                await self._follow_known(stub, watch, info)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, address) from error
+            raise error_from_rpc(error, watch.address) from error
+
+    @contextmanager
+    def _claim(self, key: WorkerKey) -> Iterator[None]:
+        """One worker is followed once, however many addresses it has: a name in DNS may have one of each family."""
+        self._claimed.add(key)
+        try:
+            yield
+        finally:
+            self._claimed.remove(key)
+            self.notify()
+
+    async def _until_left(self, watch: Watch, info: worker_pb2.GetInfoResponse) -> None:
+        """Waits for as long as the worker is followed at another address of its own."""
+        self._note_state(watch, "there")
+        while key_of(info) in self._claimed:
+            await self.changed.wait()
 
     async def _follow_known(
-        self, stub: "WorkerServiceAsyncStub", address: str, info: worker_pb2.GetInfoResponse
+        self, stub: "WorkerServiceAsyncStub", watch: Watch, info: worker_pb2.GetInfoResponse
     ) -> None:
         """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
         link = None
         if info.role == inference_pb2.WORKER_ROLE_DECODE:
-            link = DecodeLink(self.channels.get(address), info.worker_id, self.max_buffered_events)
-        streams = [asyncio.create_task(self._read_loads(stub, address, info, link))]
+            link = DecodeLink(self.channels.get(watch.address), info.worker_id, self.max_buffered_events)
+        streams = [asyncio.create_task(self._read_loads(stub, watch, info, link))]
         if link is not None:
             streams.append(asyncio.create_task(link.run()))
         try:
@@ -210,7 +217,7 @@ class WorkerRegistry:
     async def _read_loads(
         self,
         stub: "WorkerServiceAsyncStub",
-        address: str,
+        watch: Watch,
         info: worker_pb2.GetInfoResponse,
         link: DecodeLink | None,
     ) -> None:
@@ -221,7 +228,7 @@ class WorkerRegistry:
                     load = await call.read()
                 if not isinstance(load, worker_pb2.WatchLoadResponse):  # grpc.aio.EOF
                     return
-                self._update(address, info, load, link)
+                self._update(watch, info, load, link)
         except TimeoutError:
             raise PeerLostError(f"{info.worker_id} has said nothing for {_SILENCE_S:g} s") from None
         finally:
@@ -229,35 +236,49 @@ class WorkerRegistry:
 
     def _update(
         self,
-        address: str,
+        watch: Watch,
         info: worker_pb2.GetInfoResponse,
         load: worker_pb2.WatchLoadResponse,
         link: DecodeLink | None,
     ) -> None:
-        fresh = _Known(address, info, load, link, self.clock())
+        fresh = KnownWorker(watch.address, info, load, link, self.clock())
         known = self._known.setdefault(fresh.key, fresh)
         known.load, known.reported_s = load, fresh.reported_s
         if known is fresh:
-            log.info("worker_found", peer=info.worker_id, address=address, num_blocks=info.num_blocks)
-            self._notify()
+            log.info("worker_found", peer=info.worker_id, address=watch.address, num_blocks=info.num_blocks)
+            watch.note_found()
+            self.notify()
 
     def _remove(self, info: worker_pb2.GetInfoResponse) -> None:
-        key = WorkerKey(WorkerId(info.worker_id), BootEpoch(info.boot_epoch))
-        if self._known.pop(key, None) is not None:
+        if self._known.pop(key_of(info), None) is not None:
             log.warning("worker_lost", peer=info.worker_id)
-            self._notify()
+            self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wakes whoever waits for a change."""
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def _require_fit(
-        self, info: worker_pb2.GetInfoResponse, role: inference_pb2.WorkerRole, address: str
-    ) -> None:
-        if info.role != role:
-            names = inference_pb2.WorkerRole.Name(role), inference_pb2.WorkerRole.Name(info.role)
-            raise FingerprintMismatchError(f"role of the worker at {address}", *names)
+    def _note_state(self, watch: Watch, state: WatchState) -> None:
+        is_news, watch.state = watch.state != state, state
+        if is_news:
+            self.notify()
+
+    def _require_fit(self, info: worker_pb2.GetInfoResponse, watch: Watch) -> None:
+        where = f"of the worker at {watch.address}"
+        if info.role != watch.role:
+            names = inference_pb2.WorkerRole.Name(watch.role), _name_of(info.role)
+            raise FingerprintMismatchError(f"role {where}", *names)
+        # What else answers there in this form is none of ours.
+        if not info.worker_id or info.fingerprint.block_size < 1:
+            raise FingerprintMismatchError(f"block_size {where}", "1 or more", "0")
         served = self.served
         if served is not None:
             # How they cut their KV into blocks is for them: a hand-over converts it, or refuses.
             served.fingerprint.require_same_content(fingerprint_from_proto(info.fingerprint))
+
+
+def _name_of(role: int) -> str:
+    """Also of one that nobody has."""
+    known = inference_pb2.WorkerRole.DESCRIPTOR.values_by_number.get(role)
+    return known.name if known else str(role)

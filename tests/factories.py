@@ -181,6 +181,7 @@ def make_errors() -> list[errors.PacelineError]:
         errors.NoEndpointError("nobody is there"),
         errors.DrainingError("worker-0 is draining"),
         errors.PeerLostError("worker-0 is lost"),
+        errors.EngineFailedError("the engine of worker-0 has failed"),
         errors.DeadlineError("transfer"),
         errors.CancelledRequestError("the request was cancelled"),
         errors.FingerprintMismatchError("dtype", "float32", "bfloat16"),

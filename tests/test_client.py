@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,37 @@ async def test_an_error_says_when_to_try_again(client: PacelineClient) -> None:
     with pytest.raises(PacelineRpcError) as caught:
         await client.generate_text(FULL)
     assert (caught.value.reason, caught.value.retry_after_s) == ("QUEUE_FULL", 1.5)
+
+
+async def test_several_servers_share_the_calls_and_one_that_is_lost_gets_none() -> None:
+    """Calls go to each address in turn; when a server has gone, to those that are left."""
+    async with AsyncExitStack() as first_lives, serve_fake_inference() as second:
+        first = await first_lives.enter_async_context(serve_fake_inference())
+        async with PacelineClient(f"{first.address},{second.address}") as client, asyncio.timeout(60):
+            while not (first.requests and second.requests):
+                await client.generate_text("hi")
+            await first_lives.aclose()
+            num_in_a_row = 0
+            while num_in_a_row < 8:
+                try:
+                    await client.generate_text("hi")
+                    num_in_a_row += 1
+                except PacelineRpcError:
+                    num_in_a_row = 0
+
+
+@pytest.mark.parametrize("address", ["a:1,b:2", "10.0.0.1:1,[::1]:2", "unix:/x,unix:/y"])
+async def test_a_list_that_cannot_be_called_is_refused(address: str) -> None:
+    """Names are not listed: one name may have several addresses instead."""
+    with pytest.raises(ValueError, match="dns:NAME:PORT"):
+        PacelineClient(address)
+
+
+async def test_a_name_is_called_at_its_addresses(fake_inference: FakeInference) -> None:
+    """All that resolve; the others of them do not matter."""
+    port = fake_inference.address.rpartition(":")[2]
+    async with PacelineClient(f"dns:localhost:{port}") as client:
+        assert (await client.generate_text("one two")).text == "one two"
 
 
 async def test_no_server_is_unavailable_without_a_reason(unused_tcp_port: int) -> None:

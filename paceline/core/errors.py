@@ -19,7 +19,8 @@
     ├── UnavailableError           nobody can serve this now
     │   ├── NoEndpointError            NO_ENDPOINT
     │   ├── DrainingError              DRAINING
-    │   └── PeerLostError              PEER_LOST
+    │   ├── PeerLostError              PEER_LOST
+    │   └── EngineFailedError          ENGINE_FAILED: a worker is about to end
     ├── DeadlineError              DEADLINE_EXCEEDED, with the phase
     ├── CancelledRequestError      CANCELLED: the caller left; not a failure
     ├── FingerprintMismatchError   FINGERPRINT_MISMATCH, naming the field
@@ -71,7 +72,7 @@ class PromptTooLongError(InvalidRequestError):
         return {"limit": str(self.limit), "given": str(self.given), "unit": self.unit}
 
 
-class _FieldError(InvalidRequestError):
+class _FieldError(Exception):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
         self.field = field
@@ -80,19 +81,19 @@ class _FieldError(InvalidRequestError):
         return {"field": self.field}
 
 
-class BadSamplingError(_FieldError):
+class BadSamplingError(_FieldError, InvalidRequestError):
     """A sampling field is out of its range."""
 
     reason = "BAD_SAMPLING"
 
 
-class BadStopError(_FieldError):
+class BadStopError(_FieldError, InvalidRequestError):
     """A stop condition is out of its range."""
 
     reason = "BAD_STOP"
 
 
-class BadFieldError(_FieldError):
+class BadFieldError(_FieldError, InvalidRequestError):
     """A field or metadata that has nothing to do with sampling or stopping passes a limit."""
 
     reason = "BAD_FIELD"
@@ -127,17 +128,10 @@ class PeerUnknownError(AccessError):
     reason = "PEER_UNKNOWN"
 
 
-class ScopeForbiddenError(AccessError):
+class ScopeForbiddenError(_FieldError, AccessError):
     """The tenant may never have what `field` asks for."""
 
     reason = "SCOPE_FORBIDDEN"
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field} {problem}")
-        self.field = field
-
-    def facts(self) -> dict[str, str]:
-        return {"field": self.field}
 
 
 class OverloadedError(PacelineError):
@@ -204,6 +198,12 @@ class PeerLostError(UnavailableError):
     """A process that held part of the request is gone, and the attempts are used up."""
 
     reason = "PEER_LOST"
+
+
+class EngineFailedError(UnavailableError):
+    """The engine that held part of the request has failed, its worker ends, and the attempts are used up."""
+
+    reason = "ENGINE_FAILED"
 
 
 class DeadlineError(PacelineError):

@@ -38,8 +38,9 @@ class Admission:
         self.fast = WaitingQueue(policy)
         self.normal = WaitingQueue(policy)
         # One that was passed by as often as may be, of the earliest class that has one: until it fits, nobody of its class, or of
-        # a later one, comes in.
+        # a later one, comes in. That holds while it is its tenant's turn: those that were served less come before it.
         self._starving: Sequence | None = None
+        self._bar: Sequence | None = None
         # Of this step: the time, whether anybody computes, whether somebody may come in, and how many BATCH requests may.
         self._now_s = 0.0
         self._is_computing = False
@@ -82,7 +83,7 @@ class Admission:
         if sequence in queue:
             queue.remove(sequence)
         if sequence is self._starving:
-            self._starving = None
+            self._starving = self._bar = None
 
     def narrow(self, sequence: Sequence, candidates: tuple[int, ...]) -> None:
         """From now on it stands for these candidates only, whether it waits or not."""
@@ -129,6 +130,9 @@ class Admission:
     def admitted(self, queue: WaitingQueue, before: int = ALL_CLASSES) -> Iterator[Sequence]:
         """Those of a lane and of the classes before one that fit, one after the other; each has its room once it is given."""
         passed: list[Sequence] = []
+        starving = self._starving
+        is_bar = starving is not None and self.queue_of(starving).is_turn_of_tenant(starving)
+        self._bar = starving if is_bar else None
         if not self._is_open or not self._has_seats(1) or self._is_blocked(queue):
             self._note_full(queue)
             return
@@ -157,15 +161,10 @@ class Admission:
             queue.note_blocked(self._room.num_available, self._room.num_steps)
 
     def _candidates(self, queue: WaitingQueue, before: int) -> Iterator[Sequence]:
-        starving = self._starving
+        bar = self._bar
         # One that has to give way itself bars only those of its own class.
-        if (
-            starving is not None
-            and starving in queue
-            and starving.turn_class < before
-            and not self._gives_way(starving)
-        ):
-            yield starving
+        if bar is not None and bar in queue and bar.turn_class < before and not self._gives_way(bar):
+            yield bar
         # Not more often, so that age alone takes little from those that are urgent.
         if self._num_since_aged >= AGED_EVERY:
             for sequence in queue.aged(self._now_s - self._config.aging_s, self._first_shut_class()):
@@ -179,26 +178,23 @@ class Admission:
 
     def _first_shut_class(self) -> int:
         shut = ALL_CLASSES if self._num_batch_left else Priority.BATCH
-        return shut if self._starving is None else min(shut, self._starving.turn_class)
+        return shut if self._bar is None else min(shut, self._bar.turn_class)
 
     def _is_reserved(self, queue: WaitingQueue) -> bool:
         """Whether whoever is next is in the other lane."""
-        starving = self._starving
-        return starving is not None and starving not in queue and self._is_overdue(starving)
+        return self._bar is not None and self._bar not in queue and self._is_overdue(self._bar)
 
-    def _is_overdue(self, starving: Sequence) -> bool:
+    def _is_overdue(self, bar: Sequence) -> bool:
         """Whether it is its turn by age too: then nobody comes in before it, of whatever class."""
-        is_old = starving.arrival_s <= self._now_s - self._config.aging_s
-        return is_old and self._num_since_aged >= AGED_EVERY and not self._gives_way(starving)
+        is_old = bar.arrival_s <= self._now_s - self._config.aging_s
+        return is_old and self._num_since_aged >= AGED_EVERY and not self._gives_way(bar)
 
     def _gives_way(self, sequence: Sequence) -> bool:
         return self._num_batch_left == 0 and sequence.turn_class is Priority.BATCH
 
     def _is_barred(self, sequence: Sequence) -> bool:
-        starving = self._starving
-        return (
-            starving is not None and starving is not sequence and sequence.turn_class >= starving.turn_class
-        )
+        bar = self._bar
+        return bar is not None and bar is not sequence and sequence.turn_class >= bar.turn_class
 
     def _note_refused(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """It does not fit, and the fast lane's admissions of this step have passed it by; gives whether nobody may any more."""
@@ -209,11 +205,11 @@ class Admission:
         return sequence is self._starving
 
     def _note_starving(self, sequence: Sequence) -> None:
-        starving = self._starving
+        bar = self._bar
         if sequence.num_overtaken >= self._config.max_overtakes and (
-            starving is None or sequence.turn_class < starving.turn_class
+            bar is None or sequence.turn_class < bar.turn_class
         ):
-            self._starving = sequence
+            self._starving = self._bar = sequence
 
     def _note_full(self, queue: WaitingQueue) -> None:
         """Without a seat the head has been passed by too, by those of the fast lane."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import InvariantError, PacelineError
+from paceline.core.errors import EngineFailedError, PacelineError
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.engine import Engine, EngineStats, StepResult
@@ -225,5 +225,5 @@ def _tell(sink: Sink, events: Sequence[Event]) -> None:
         log.exception("sink_failed", num_events=len(events))
 
 
-def _dead() -> InvariantError:
-    return InvariantError("the worker's engine has failed; this is a bug, see the worker's log")
+def _dead() -> EngineFailedError:
+    return EngineFailedError("the worker's engine has failed; this is a bug, see the worker's log")

@@ -22,6 +22,10 @@ class Deadlines:
         if sequence.spec.time_budget_s is not None:
             heapq.heappush(self._entries, (sequence.deadline_s, sequence.number, sequence.sequence_id))
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether any has passed since that was asked last."""
+        return bool(self._entries) and self._entries[0][0] <= now_s
+
     def passed(self, now_s: float) -> Iterator[tuple[SequenceId, int]]:
         """Whose has passed since this was asked last: id and number."""
         while self._entries and self._entries[0][0] <= now_s:

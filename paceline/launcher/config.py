@@ -5,6 +5,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
@@ -19,6 +20,7 @@ from paceline.runtime.tls import TlsFiles
 # Those of the router, which this package does not import; a test holds the two alike.
 PLACEMENTS = ("prefix-aware", "consistent-hash", "least-loaded", "round-robin")
 _MAX_WORKERS = 64  # more processes than this on one machine is a typing mistake
+_MAX_ROUTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ _DECIDED_HERE = frozenset(
         "cluster_tls_ca",
         "cluster_tls_name",
         "allow_plaintext",
+        "register",
+        "limiter_routers",
     }
 )
 
@@ -92,10 +96,7 @@ _SERVICES = ("router", "prefill", "decode")
 
 def require_free_sections(file: Path) -> None:
     """Raises ConfigError when a service's section sets what `./run up` decides: its flags would win, silently."""
-    try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the config file {file}: {error}") from error
+    tables = _read(file)
     unknown = sorted(tables.keys() - {"up", *_SERVICES})
     if unknown:
         raise ConfigError(f"{file}: nobody reads [{unknown[0]}]; known: [up], [router], [prefill], [decode]")
@@ -107,6 +108,13 @@ def require_free_sections(file: Path) -> None:
             )
 
 
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the config file {file}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class UpConfig:
     """The flags of `./run up`, and the [up] section of its config file."""
@@ -115,6 +123,12 @@ class UpConfig:
         None, "a TOML file: [up] for this command; [router], [prefill], [decode] go on"
     )
     topology: str = option("1P1D", "workers of each tier, xPyD; 0P1D decodes without a prefill tier")
+    routers: int = option(1, "routers, which share tenants' limits and the prefix table")
+    discovery: str = option(
+        "static",
+        "how routers find workers: static: they are told their addresses; redis: by what workers register there",
+        choices=("static", "redis"),
+    )
     model: str = option(
         DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
     )
@@ -151,10 +165,12 @@ class UpConfig:
     host: str = option(
         "127.0.0.1", "the interface that the router listens on; 0.0.0.0 opens it to the network"
     )
-    port: int = option(50051, "the router's port; 0 takes any that is free")
+    port: int = option(
+        50051, "the router's port, and those after it for more routers; 0 takes any that are free"
+    )
     metrics_port: int = option(
         0,
-        "the router's port for metrics, and those after it for the workers'; 0: any that are free, -1: no metrics",
+        "the first router's port for metrics, and those after it for the others' and the workers'; 0: any that are free, -1: no metrics",
     )
     tls_cert: str | None = option(
         None, "certificate that the router's clients see, in PEM; with it they need TLS"
@@ -186,13 +202,7 @@ class UpConfig:
         check_serving(self)
         if self.redis:
             parse_redis_url(self.redis)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
-        check_metrics_port(self.metrics_port)
-        if self.metrics_port + topology.num_workers > 65535:
-            raise ConfigError(
-                f"--metrics-port {self.metrics_port} leaves too few ports for {topology.num_workers} workers"
-            )
+        self._check_ports()
         check_open(
             f"{self.host}:{self.port}",
             self.tenants,
@@ -203,6 +213,20 @@ class UpConfig:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:
             raise ConfigError("--startup-timeout-s and --grace-s must be more than 0")
+
+    def _check_ports(self) -> None:
+        if not 1 <= self.routers <= _MAX_ROUTERS:
+            raise ConfigError(f"--routers {self.routers} is not between 1 and {_MAX_ROUTERS}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port} is not between 0 and 65535")
+        if self.port + self.routers - 1 > 65535:
+            raise ConfigError(f"--port {self.port} leaves too few ports for {self.routers} routers")
+        check_metrics_port(self.metrics_port)
+        num_processes = self.routers + self.shape.num_workers
+        if self.metrics_port + num_processes - 1 > 65535:
+            raise ConfigError(
+                f"--metrics-port {self.metrics_port} leaves too few ports for {num_processes} routers and workers"
+            )
 
     @property
     def shape(self) -> Topology:
@@ -239,3 +263,10 @@ class UpConfig:
 def usable_cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def needs_salt(config: UpConfig) -> bool:
+    """Whether routers have to be given a secret in common: with one each, a tenant would not find through one what it has from another."""
+    if config.routers == 1 or not config.tenants:
+        return False
+    return not (config.config and "cache_salt_file" in _read(Path(config.config)).get("router", {}))

@@ -19,8 +19,8 @@ _LOG_TAIL_BYTES = 16 << 10
 class ProcessSpec:
     """What to run, and how to see that it works.
 
-    `orphan_signal` is what it gets when the launcher itself is killed. Without a `vital` process the cluster
-    is of no use to anyone.
+    `orphan_signal` is what it gets when the launcher itself is killed. Without any of the `vital` processes
+    the cluster is of no use to anyone.
     """
 
     name: str

@@ -49,6 +49,7 @@ class Supervisor:
     ) -> None:
         self._log_dir = log_dir
         self._say = say
+        self._given_up: set[str] = set()
         self._policy = policy or RestartPolicy()
         self._clock = clock
         self._stages: list[tuple[str, ...]] = []
@@ -74,7 +75,7 @@ class Supervisor:
         await self._all_up.wait()
 
     async def until_lost(self) -> ProcessLostError:
-        """Return when a vital process died too often to be started again."""
+        """Return when the last vital process died too often to be started again."""
         return await asyncio.shield(self._lost)
 
     # --- starting -----------------------------------------------------------------------------------------
@@ -169,7 +170,9 @@ class Supervisor:
 
     def _give_up(self, process: ManagedProcess) -> None:
         lost = ProcessLostError(process.spec.name, f"{process.obituary()}; it is not started again")
-        if not process.spec.vital:
+        self._given_up.add(process.spec.name)
+        vital = {name for name, each in self._processes.items() if each.spec.vital}
+        if not process.spec.vital or not vital <= self._given_up:
             self._say(str(lost))
         elif not self._lost.done():
             self._lost.set_result(lost)

@@ -10,9 +10,8 @@ from paceline.core.errors import PacelineError
 from paceline.launcher.capacity import capacity_lines
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
-from paceline.launcher.layout import metrics_ports
+from paceline.launcher.layout import metrics_ports, router_ports
 from paceline.launcher.models import has_chat_template, resolve_model
-from paceline.launcher.probes import free_port
 from paceline.runtime.config import load_config
 
 
@@ -43,7 +42,7 @@ def _run(config: UpConfig) -> int:
     for number in _stop_signals():
         signal.signal(number, signal.default_int_handler)
     # Known at once, and not after a download.
-    free_port(config.host, config.port)
+    router_ports(config)
     metrics_ports(config)
     model = resolve_model(config.model, _say)
     return asyncio.run(_until_told(LocalCluster(config, model, say=_say), config, started))
@@ -72,7 +71,9 @@ async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> Non
         # Asked before anybody hears of "ready": a channel that is open when its server stops says so on our stderr.
         held = await capacity_lines(cluster.worker_addresses, cluster.channels())
         took_s = time.monotonic() - started
-        _say(f"ready: {cluster.address}, {config.model}, {config.shape}, after {took_s:.1f} s")
+        _say(
+            f"ready: {', '.join(cluster.router_addresses)}, {config.model}, {config.shape}, after {took_s:.1f} s"
+        )
         metrics = [
             f"  metrics of {name}: http://{at}/metrics" for name, at in cluster.metrics_addresses.items()
         ]

@@ -43,6 +43,12 @@ class Channels:
         self._retired += self._channels.values()
         self._channels = {}
 
+    async def drop(self, address: str) -> None:
+        """Closes the channel to an address where nobody is any more; calls under way end as cancelled."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
     async def aclose(self) -> None:
         """Closes every channel; calls under way end as cancelled."""
         channels = [*self._channels.values(), *self._retired]

@@ -79,6 +79,7 @@ _UNDERSTOOD: dict[str, Callable[[str, str, Mapping[str, str]], errors.PacelineEr
         *(facts.get(name, "?") for name in ("field", "ours", "theirs"))
     ),
     errors.DrainingError.reason: lambda _, peer, __: errors.DrainingError(f"{peer} is draining"),
+    errors.EngineFailedError.reason: lambda message, peer, _: errors.EngineFailedError(f"{peer}: {message}"),
     errors.DeadlineError.reason: lambda _, __, facts: errors.DeadlineError(facts.get("phase", "decode")),
     errors.QueueFullError.reason: lambda message, _, facts: errors.QueueFullError(
         message, retry_after_s=float(facts.get("retry_after_s", "1"))

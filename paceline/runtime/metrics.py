@@ -114,6 +114,14 @@ WORKERS = Metric("paceline_workers", "gauge", "Workers that the router sees.", (
 WORKERS_COOLING = Metric(
     "paceline_workers_cooling", "gauge", "Those of them that ask for less work.", ("tier",)
 )
+WORKER_ADDRESSES = Metric(
+    "paceline_worker_addresses", "gauge", "Addresses at which workers are looked for.", ("tier",)
+)
+SOURCES_SILENT = Metric(
+    "paceline_worker_sources_silent",
+    "gauge",
+    "Sources (DNS names, Redis) that cannot say now where workers are.",
+)
 
 # -- a worker's steps
 

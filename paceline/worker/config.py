@@ -6,6 +6,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_TYPES
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.prefix_index.redis_url import parse_redis_url
+from paceline.runtime.addresses import require_reachable
 from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
@@ -17,8 +18,10 @@ class WorkerConfig(ClusterSettings):
     """One worker. A setting's name is its flag and its key in the config file."""
 
     listen: str = option("127.0.0.1:0", "address to serve on: host:port, or unix:/path")
-    advertise: str = option("", "address at which other workers reach this one; empty: the listen address")
-    worker_id: str = option("", "name of this worker, unique in the cluster; empty: made from the process id")
+    advertise: str = option("", "address at which others reach this worker; empty: the listen address")
+    worker_id: str = option(
+        "", "name of this worker, unique in the cluster; empty: made from the names of host and process"
+    )
     model: str = option("", "directory of the model, in Hugging Face form")
     dtype: str = option("bfloat16", "type of the weights", choices=("float32", "bfloat16"))
     kv_dtype: str = option(
@@ -39,6 +42,9 @@ class WorkerConfig(ClusterSettings):
     )
     fake_step_ms: float = option(0.0, "with --runner fake: milliseconds a step takes")
     redis: str = option("", "the prefix table, redis://... or another form of URL; empty: none")
+    register: bool = option(
+        default=False, text="say in --redis where this worker is, for routers that look there"
+    )
     threads: int = option(0, "compute threads; 0: torch's own choice")
     max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
@@ -118,10 +124,17 @@ class WorkerConfig(ClusterSettings):
         check_cluster(self, listen=self.listen)
         if self.redis:
             parse_redis_url(self.redis)
+        self._check_registration()
         check_metrics_port(self.metrics_port)
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         self._check_scheduling()
+
+    def _check_registration(self) -> None:
+        if self.register and not self.redis:
+            raise ConfigError("--register needs --redis: name the Redis where routers look")
+        if self.register:
+            require_reachable(self.advertise or self.listen, "--register tells routers an address")
 
     def _check_scheduling(self) -> None:
         for name in ("watermark", "fast_lane_share"):

@@ -8,6 +8,7 @@ import grpc
 
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from paceline.core.errors import InvariantError
+from paceline.prefix_index.registration import Tier
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
 from paceline.runtime.memory import keep_freed_memory
@@ -21,6 +22,7 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.lender import Lender
 from paceline.worker.metrics import worker_samples
 from paceline.worker.pinned import pin_unless_stopped, plan_pinned, read_pinned
+from paceline.worker.registrar import registered
 from paceline.worker.runner import load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
@@ -32,14 +34,17 @@ _SHARED_SERVICES = (
     kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
 )
-_LOG_NAMES = {inference_pb2.WORKER_ROLE_PREFILL: "prefill", inference_pb2.WORKER_ROLE_DECODE: "decode"}
+_TIERS: dict[inference_pb2.WorkerRole, Tier] = {
+    inference_pb2.WORKER_ROLE_PREFILL: "prefill",
+    inference_pb2.WORKER_ROLE_DECODE: "decode",
+}
 
 log = get_logger()
 
 
 def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService) -> int:
     """Runs a worker until SIGTERM or SIGINT; gives the exit status."""
-    configure_logging(_LOG_NAMES[role], config.worker_id, config.log_level)
+    configure_logging(_TIERS[role], config.worker_id, config.log_level)
     keep_freed_memory()
     return run_service(lambda stop: _serve(config, role, add_service, stop))
 
@@ -68,12 +73,13 @@ async def _serve(
         async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
             await pin_unless_stopped(worker, plan, stop)
             await server.start([name, *_SHARED_SERVICES])
-            await server.set_serving(serving=True)
-            log.info("serving", address=config.listen, tls=membership.encrypts)
             renew = partial(reload_certificates, "cluster", membership, channels.renew)
-            with reloading([renew] if membership.encrypts else []):
-                await _until_stopped(worker, stop)
-            await _shut_down(server, worker, config.grace_s)
+            async with registered(config, worker, _TIERS[role]):
+                await server.set_serving(serving=True)
+                log.info("serving", address=config.listen, tls=membership.encrypts)
+                with reloading([renew] if membership.encrypts else []):
+                    await _until_stopped(worker, stop)
+                await _shut_down(server, worker, config.grace_s)
 
 
 async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:

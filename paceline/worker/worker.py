@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -116,7 +117,9 @@ async def open_worker(
     `channels` are to other workers, and are closed in the end.
     """
     channels = channels or Channels()
-    key = WorkerKey(WorkerId(config.worker_id or f"worker-{os.getpid()}"), BootEpoch(secrets.randbits(64)))
+    # Every container has a process with number 1: without the host, all of them would be one point on the ring.
+    worker_id = config.worker_id or f"worker-{socket.gethostname()}-{os.getpid()}"
+    key = WorkerKey(WorkerId(worker_id), BootEpoch(secrets.randbits(64)))
     index: PrefixIndex = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
     publisher = PrefixPublisher(index, key)
     failed, metrics = asyncio.Event(), StepMetrics(config)

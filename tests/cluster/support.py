@@ -14,7 +14,10 @@ from paceline.client import PacelineClient
 from paceline.core.request import SamplingParams
 from paceline.engine.fake import fake_next_token
 from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.commands import worker_command
 from paceline.launcher.config import UpConfig
+from paceline.launcher.probes import serving
+from paceline.launcher.process import ManagedProcess, ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy
 from paceline.runtime.channels import Channels
 from paceline.v1 import inference_pb2, worker_pb2
@@ -81,6 +84,22 @@ class Cluster:
                 yield load
         finally:
             call.cancel()
+
+
+@asynccontextmanager
+async def another_worker(cluster: Cluster, name: str, *flags: str) -> AsyncIterator[ManagedProcess]:
+    """A worker that nobody had been told of, beside those of a running cluster."""
+    layout = cluster.local.layout
+    command = (*worker_command(layout, name), *flags)
+    spec = ProcessSpec(name, command, serving(layout.worker_address(name)))
+    process = await ManagedProcess.start(spec, layout.log_dir)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await spec.ready():  # noqa: ASYNC110 - another process has no event to wait for
+                await asyncio.sleep(0.05)
+        yield process
+    finally:
+        await process.kill()
 
 
 def is_idle(load: worker_pb2.WatchLoadResponse) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import DeadlineError, InvariantError, KvLostError
+from paceline.core.errors import DeadlineError, EngineFailedError, KvLostError
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SamplingParams, SequenceSpec
 from paceline.engine.async_engine import AsyncEngine
@@ -248,7 +248,7 @@ async def test_a_failure_of_the_engine_reaches_every_sink() -> None:
         late = (await _until_end(_submit(engine, make_spec("late"))))[-1]
     for end in (*ends, late):
         assert isinstance(end, Failed)
-        assert isinstance(end.error, InvariantError)
+        assert isinstance(end.error, EngineFailedError)
     assert [type(error) for error in failures] == [MemoryError]
 
 

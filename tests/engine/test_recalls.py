@@ -6,7 +6,7 @@ from paceline.core.errors import DeadlineError
 from paceline.core.kv_layout import KVGroup, View
 from paceline.core.request import FirstToken, SequenceSpec
 from paceline.engine.costs import PreemptionKind
-from paceline.engine.events import BlocksReady, NewTokens, Recall, Reserved, Started
+from paceline.engine.events import BlocksReady, Failed, NewTokens, Recall, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle
 from tests.factories import make_id, make_spec
@@ -405,3 +405,40 @@ def test_whoever_pulls_is_charged_for_what_it_computes() -> None:
     bench.resume(bench.one(spec.sequence_id, Recall), 5)
     (sequence,) = bench.scheduler._members.families[spec.sequence_id]
     assert sequence.account.service == 2.0
+
+
+@pytest.mark.parametrize("answer", ["resumed", "cancelled"])
+def test_while_one_candidate_waits_for_its_prompt_the_others_end_with_the_deadline(answer: str) -> None:
+    """Nothing is computed after it; the request ends as soon as nobody fills its blocks any more."""
+    spec = make_spec("both", MOVED.prompt_ids, max_tokens=14, candidates=(0, 1), time_budget_s=50.0)
+    held = make_spec("held", tuple(range(100, 132)))
+    bench = _bench(NUM_BLOCKS + 9, victim="lifo")
+    bench.add(held, SequenceRole.PREFILL_ONLY)
+    bench.steps(4)
+    bench.add(OLD)
+    bench.steps(2)
+    _hand_over(bench, spec)
+    recall = _recalled(bench, spec)
+    for each in (held, OLD):
+        bench.release(each.sequence_id)
+    bench.steps(4)
+    assert _num_decoding(bench, spec) == 1
+    bench.clock.advance(60.0)
+    num_tokens = len(bench.of(spec.sequence_id, NewTokens))
+    bench.steps(3)
+    assert _num_decoding(bench, spec) == 0
+    assert bench.of(spec.sequence_id, Failed) == []
+    if answer == "resumed":
+        bench.resume(recall, 5)
+    else:
+        bench.release(spec.sequence_id, recall.candidate)
+    assert bench.scheduler.has_work()
+    bench.run()
+    (failed,) = bench.of(spec.sequence_id, Failed)
+    assert isinstance(failed.error, DeadlineError)
+    assert len(bench.of(spec.sequence_id, NewTokens)) == num_tokens
+    assert bench.pool.num_available == bench.pool.num_blocks
+
+
+def _num_decoding(bench: Bench, spec: SequenceSpec) -> int:
+    return sum(each.sequence_id == spec.sequence_id for each in bench.scheduler._running.decoding)

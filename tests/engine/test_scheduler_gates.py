@@ -153,6 +153,41 @@ def test_an_old_backlog_gives_a_tenant_no_more_than_its_part(num_tenants: int) -
     assert max(gaps) <= 2 * max(1.0 * 200, 2.0 * min(400 * 16, 4 * 300))
 
 
+def test_many_candidates_give_a_tenant_no_more_than_its_part() -> None:
+    """Requests for more candidates than there are seats are served as one tenant's work, a seat at a time."""
+    timed = Timed(400, max_num_seqs=4, fast_lane_share=NO_LANE)
+    many = [(0.0, _spec(f"noisy{n}", 50, 100, tenant="noisy", candidates=range(16))) for n in range(12)]
+    few = [(0.0, _spec(f"quiet{n}", 50, 100, tenant="quiet")) for n in range(200)]
+    gaps: list[float] = []
+
+    def watch() -> None:
+        """How far one is ahead, while both wait."""
+        if {each.spec.tenant for each in timed.scheduler._admission} == {"noisy", "quiet"}:
+            services = timed.scheduler.accounts.services()
+            gaps.append(abs(services["noisy"] - services["quiet"]))
+
+    timed.serve([*many, *few], until_s=200, watch=watch)
+    assert len(gaps) > 200
+    assert max(gaps) <= 2 * max(1.0 * 50, 2.0 * 4 * 150)
+
+
+def test_one_that_waits_for_the_turn_of_its_tenant_does_not_starve_those_before_it() -> None:
+    """Two that need all seats and have been passed by, and others for ever: the tenant that was served less comes first, and then the other."""
+    timed = Timed(400, max_num_seqs=4, fast_lane_share=NO_LANE, aging_s=1e6)
+    small = [(0.1 * n, _spec(f"c{n}", 20, 40, tenant="c")) for n in range(1500)]
+    timed.serve(
+        [
+            (0.0, _spec("a-long", 50, 1500, tenant="a")),
+            (0.0, _spec("a-all", 50, 20, tenant="a", candidates=range(4))),
+            (8.0, _spec("b-all", 50, 20, tenant="b", candidates=range(4))),
+            *small,
+        ],
+        until_s=120,
+    )
+    assert _has_begun(timed, "b-all")
+    assert _has_begun(timed, "a-all")
+
+
 # -- 5. the fast lane takes more than its part
 
 
@@ -197,6 +232,32 @@ def test_an_idle_worker_refuses_no_batch_request() -> None:
     batch = bench.add(make_spec("batch", (5,) * 4, priority=BATCH))
     bench.run()
     assert bench.tokens(batch), bench.end(batch)
+
+
+@pytest.mark.parametrize(("priority", "mode"), [(BATCH, BatchMode.CONTINUOUS), (STANDARD, BatchMode.REFUSED)])
+def test_batch_requests_that_were_handed_over_are_not_what_batch_gives_way_to(
+    priority: Priority, mode: BatchMode
+) -> None:
+    """However long they wait for room: they are in the class of what has begun, and still not urgent."""
+    bench = Bench(16, overload_wait_s=0.5, fast_lane_share=NO_LANE, max_num_seqs=1)
+    bench.add(make_spec("first", (1,) * 20, max_tokens=30))
+    bench.step()
+    bench.add(make_spec("handed over", (3,) * 30, priority=priority), SequenceRole.AWAIT_KV)
+    bench.clock.advance(3.0)
+    bench.step()
+    assert bench.scheduler.stats().batch_mode is mode
+
+
+def test_candidates_that_wait_for_a_seat_are_not_what_batch_gives_way_to() -> None:
+    """Their request has had its turn; an hour later nobody urgent has waited."""
+    bench = Bench(32, overload_wait_s=0.5, fast_lane_share=NO_LANE, max_num_seqs=2)
+    many = bench.add(make_spec("many", (1,) * 20, max_tokens=8, candidates=tuple(range(6))))
+    while not bench.of(many, NewTokens):
+        bench.step()
+    bench.clock.advance(3600.0)
+    bench.step()
+    assert bench.scheduler.stats().num_waiting == 4
+    assert bench.scheduler.stats().batch_mode is BatchMode.CONTINUOUS
 
 
 def test_readers_of_one_prefix_do_not_starve_one_that_waits_for_room() -> None:

@@ -12,16 +12,21 @@ import pytest
 import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.cluster import LocalCluster, router_command, worker_command
+from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.commands import router_command, worker_command
 from paceline.launcher.config import UpConfig
-from paceline.launcher.layout import Layout, metrics_ports
+from paceline.launcher.layout import Layout, metrics_ports, router_names, router_ports
 from paceline.launcher.probes import free_port, listening
 from paceline.launcher.supervisor import RestartPolicy
 
 
 def _layout(config: UpConfig) -> Layout:
     return Layout(
-        config, Path("/m"), Path("/r"), 7, config.kv_bytes_per_worker(free_bytes=4 << 30, weights_bytes=0)
+        config,
+        Path("/m"),
+        Path("/r"),
+        {name: 7 + number for number, name in enumerate(router_names(config))},
+        config.kv_bytes_per_worker(free_bytes=4 << 30, weights_bytes=0),
     )
 
 
@@ -69,7 +74,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
 def test_the_router_is_told_of_every_worker() -> None:
     """The router gets the workers' addresses by tier, and how to disaggregate and to place."""
     config = UpConfig(topology="2P1D", disaggregate="always", placement="least-loaded", redis="redis://far")
-    command = router_command(_layout(config))
+    command = router_command(_layout(config), "router")
     assert _flags(command) == {
         "--listen": "127.0.0.1:7",
         "--model": "/m",
@@ -79,6 +84,7 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--disaggregate": "always",
         "--placement": "least-loaded",
         "--cluster-token-file": "/r/cluster.token",
+        "--limiter-routers": "2",
         "--metrics-port": "-1",
     }
 
@@ -90,7 +96,7 @@ def test_every_process_has_a_port_for_its_metrics() -> None:
     ports = metrics_ports(config)
     assert ports == {"router": free, "prefill-0": free + 1, "decode-0": free + 2}
     layout = replace(_layout(config), metrics_ports=ports)
-    assert _flags(router_command(layout))["--metrics-port"] == str(free)
+    assert _flags(router_command(layout, "router"))["--metrics-port"] == str(free)
     assert _flags(worker_command(layout, "decode-0"))["--metrics-port"] == str(free + 2)
     assert layout.metrics_addresses["decode-0"] == f"127.0.0.1:{free + 2}"
 
@@ -122,37 +128,86 @@ def test_where_to_scrape_a_router_that_listens_everywhere(host: str, there: str)
     assert layout.metrics_addresses == {"router": there, "decode-0": "127.0.0.1:10"}
 
 
+def test_several_routers_have_names_and_ports_of_their_own() -> None:
+    """Those after --port, and those after --metrics-port before the workers'; each is told how many share a tenant's rate."""
+    free = _consecutive_ports(6)
+    config = UpConfig(routers=3, port=free, metrics_port=free + 3, topology="0P1D")
+    ports, names = router_ports(config), ["router-0", "router-1", "router-2"]
+    assert ports == dict(zip(names, range(free, free + 3), strict=True))
+    with pytest.raises(ConfigError, match="--metrics-port"), socket.create_server(("127.0.0.1", free + 5)):
+        metrics_ports(config)
+    layout = replace(_layout(config), ports=ports)
+    told = [_flags(router_command(layout, name)) for name in names]
+    assert [each["--listen"] for each in told] == [f"127.0.0.1:{port}" for port in ports.values()]
+    assert {each["--limiter-routers"] for each in told} == {"3"}
+
+
+def test_workers_may_be_found_by_what_they_register() -> None:
+    """With --discovery redis a router hears of no address; each worker says its own."""
+    layout = _layout(UpConfig(topology="1P1D", discovery="redis"))
+    told = _flags(router_command(layout, "router"))
+    assert (told["--prefill"], told["--decode"]) == ("redis", "redis")
+    assert "--register" in worker_command(layout, "decode-0")
+    assert "--prefill" not in router_command(_layout(UpConfig(topology="0P1D", discovery="redis")), "router")
+
+
+def test_routers_of_tenants_have_one_secret(tmp_path: Path) -> None:
+    """Else a tenant would find through one router nothing of what it has from another; one that the file names stays."""
+    file = tmp_path / "c.toml"
+    file.write_text('[router]\ncache_salt_file = "mine"\n')
+    several = UpConfig(routers=2, tenants="t.toml")
+    salted = _flags(router_command(_layout(several), "router-1"))["--cache-salt-file"]
+    assert salted == str(_layout(several).salt_file)
+    for config in (UpConfig(tenants="t.toml"), UpConfig(routers=2), replace(several, config=str(file))):
+        assert "--cache-salt-file" not in router_command(_layout(config), router_names(config)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"routers": 0}, "--routers 0"),
+        ({"routers": 17}, "--routers 17"),
+        ({"routers": 2, "port": 65535}, "--port 65535 leaves too few"),
+        ({"routers": 2, "metrics_port": 65533}, "--metrics-port 65533 leaves too few"),
+    ],
+)
+def test_routers_that_cannot_be_are_refused(settings: dict[str, int], why: str) -> None:
+    """With the flag that is wrong."""
+    with pytest.raises(ConfigError, match=why):
+        UpConfig(**settings)  # type: ignore[arg-type] # numbers
+
+
 def test_a_tier_without_workers_is_left_out() -> None:
     """With 0P the router hears of no prefill worker."""
-    assert "--prefill" not in router_command(_layout(UpConfig(topology="0P1D")))
+    assert "--prefill" not in router_command(_layout(UpConfig(topology="0P1D")), "router")
 
 
 def test_the_router_alone_hears_of_tenants() -> None:
     """It is told the file, or that everybody may come; workers know no keys."""
     layout = _layout(UpConfig(tenants="t.toml"))
-    assert _flags(router_command(layout))["--tenants"] == str(Path("t.toml").resolve())
+    assert _flags(router_command(layout, "router"))["--tenants"] == str(Path("t.toml").resolve())
     assert "--tenants" not in worker_command(layout, "decode-0")
-    assert "--allow-anonymous" in router_command(_layout(UpConfig(allow_anonymous=True)))
+    assert "--allow-anonymous" in router_command(_layout(UpConfig(allow_anonymous=True)), "router")
 
 
 def test_the_router_alone_hears_of_its_clients_tls() -> None:
     """It is told the files, and where the launcher looks at it; without TLS that is where clients call."""
     layout = _layout(UpConfig(tls_cert="c.pem", tls_key="k.pem", tls_client_ca="a.pem"))
-    told = _flags(router_command(layout))
+    told = _flags(router_command(layout, "router"))
     assert {name: Path(told[f"--tls-{name}"]) for name in ("cert", "key", "client-ca")} == {
         "cert": Path("c.pem").resolve(),
         "key": Path("k.pem").resolve(),
         "client-ca": Path("a.pem").resolve(),
     }
-    assert told["--plain-listen"] == layout.plain_router_address == "unix:/r/router.sock"
+    assert told["--plain-listen"] == layout.plain_router_address("router") == "unix:/r/router.sock"
     assert "--tls-cert" not in worker_command(layout, "decode-0")
-    assert "--plain-listen" not in router_command(_layout(UpConfig()))
+    assert "--plain-listen" not in router_command(_layout(UpConfig()), "router")
 
 
 def test_the_config_file_goes_on_to_every_service() -> None:
     """Services read their own sections of the file that the launcher was given."""
     layout = _layout(UpConfig(config="c.toml"))
-    for command in (router_command(layout), worker_command(layout, "decode-0")):
+    for command in (router_command(layout, "router"), worker_command(layout, "decode-0")):
         assert _flags(command)["--config"] == str(Path("c.toml").resolve())
 
 
@@ -167,17 +222,17 @@ def test_the_config_file_goes_on_to_every_service() -> None:
 def test_the_address_to_call(host: str, listens: str, called: str) -> None:
     """A router that listens everywhere is called on loopback."""
     layout = _layout(UpConfig(host=host, allow_anonymous=True))
-    assert (layout.router_address, layout.local_router_address) == (listens, called)
+    assert (layout.router_address("router"), layout.local_router_address("router")) == (listens, called)
 
 
 def test_a_password_is_no_argument_of_a_process() -> None:
     """What others on the machine could read in a list of processes names a file that only we can read."""
     for url in ("redis://u:secret@far", "redis+sentinel://far/m?sentinel_password=secret"):
         layout = _layout(UpConfig(topology="1P1D", redis=url))
-        for command in (router_command(layout), worker_command(layout, "prefill-0")):
+        for command in (router_command(layout, "router"), worker_command(layout, "prefill-0")):
             assert "secret" not in " ".join(command)
             assert f"@{layout.redis_file}" in command
-    assert "redis://u@far" in router_command(_layout(UpConfig(redis="redis://u@far")))
+    assert "redis://u@far" in router_command(_layout(UpConfig(redis="redis://u@far")), "router")
 
 
 def test_a_busy_port_is_refused() -> None:

@@ -113,6 +113,23 @@ async def test_restarting_has_an_end(bench: _Bench) -> None:
     assert sum("starting it again" in line for line in bench.said) == 3
 
 
+async def test_one_vital_process_of_two_is_enough(bench: _Bench) -> None:
+    """Only when the last of them is given up is the cluster of no use."""
+    names = ("a", "b")
+    await bench.supervisor.start([bench.spec(name, _SERVES, vital=True) for name in names], timeout_s=10)
+    for name in names:
+        bench.supervisor._processes[name].spec = bench.spec(name, _DIES_SOON, vital=True)
+    bench.supervisor.guard()
+    lost = asyncio.create_task(bench.supervisor.until_lost())
+    bench.supervisor.kill("a")
+    async with asyncio.timeout(60):
+        while not any("it is not started again" in line for line in bench.said):  # noqa: ASYNC110 - a list has no event
+            await asyncio.sleep(0)
+    assert (lost.done(), set(bench.supervisor.pids)) == (False, {"b"})
+    bench.supervisor.kill("b")
+    assert str(await lost).startswith("b exited with status 7")
+
+
 async def test_a_restart_that_cannot_be_is_not_silent(bench: _Bench) -> None:
     """When a process cannot even be started again, whoever waits for the cluster's end is told."""
     await bench.supervisor.start([bench.spec("a", _SERVES)], timeout_s=10)

@@ -85,6 +85,15 @@ def test_it_says_how_to_call(up: Up) -> None:
     _until(process, "  grpcurl -plaintext")
 
 
+def test_it_says_where_each_router_is(up: Up) -> None:
+    """All addresses stand in the line that says ready, and somebody listens on each."""
+    process = up("--routers", "2")
+    addresses = re.findall(r"127\.0\.0\.1:(\d+)", _until(process, "ready:"))
+    assert len(set(addresses)) == 2
+    for port in addresses:
+        socket.create_connection(("127.0.0.1", int(port)), timeout=10).close()
+
+
 def test_it_says_what_it_holds(up: Up) -> None:
     """Each worker's blocks, tokens and requests come after ready, and the longest request where it was lowered."""
     process = up("--kv-memory", "8GiB", "--max-model-len", "1000")

@@ -122,6 +122,11 @@ class ScriptedWorker(
         for stream in self._streams:
             stream.put_nowait(None)
 
+    def break_load_streams(self) -> None:
+        """Ends the WatchLoad streams only; the worker is well otherwise."""
+        for watch in self._watches:
+            watch.put_nowait(None)
+
     def report(self, **load: int) -> None:
         """Sends another load report."""
         self.load = worker_pb2.WatchLoadResponse(**({"num_free_blocks": 100} | load))  # type: ignore[arg-type] # numbers

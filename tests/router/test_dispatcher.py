@@ -11,6 +11,7 @@ from paceline.core.block_hash import BlockHash, chain_root, hash_full_blocks
 from paceline.core.errors import (
     DeadlineError,
     DrainingError,
+    EngineFailedError,
     FingerprintMismatchError,
     InvariantError,
     KvLostError,
@@ -23,6 +24,7 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, FinishReason, Priority, SequenceSpec, WorkerId
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
+from paceline.v1.decode_pb2 import SequenceEvent
 from paceline.v1.prefill_pb2 import PrefillResponse
 from router.dispatcher import Dispatcher
 from router.hash_ring import HashRing, prompt_key
@@ -31,9 +33,11 @@ from tests.factories import BLOCK_SIZE, FINGERPRINT, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster, token_ids
 from tests.router.scripted_workers import (
     BreakStreamError,
+    DecodeScript,
     PrefillScript,
     ScriptedWorker,
     decode_that,
+    decode_until,
     failed,
     kv_received,
     oracle,
@@ -447,6 +451,57 @@ async def test_events_of_an_old_attempt_reach_nobody() -> None:
 
 
 # -- when it does not get better
+
+
+def _two_tokens_and_lost(job: Job) -> DecodeScript:
+    """Brings two more tokens of a job, and once those are read the sequence is lost."""
+
+    async def script(
+        worker: ScriptedWorker, spec: SequenceSpec, has_ticket: bool
+    ) -> AsyncGenerator[SequenceEvent, None]:
+        """Prompt, token, and the end."""
+        async for event in decode_until(spec, has_ticket, len(spec.output_ids) + 2):
+            yield event
+        while job.num_output_tokens < len(spec.output_ids) + 2:  # noqa: ASYNC110 - a job has no event
+            await asyncio.sleep(0)
+        yield failed(KvLostError("gone"))
+
+    return script
+
+
+async def test_a_request_that_gets_on_outlives_more_losses_than_attempts_in_a_row() -> None:
+    """Each attempt brings tokens before it fails, as in a rolling restart: nothing is lost or repeated."""
+    async with scripted_cluster(disaggregate="never", max_attempts=2) as cluster:
+        job = cluster.job(SPEC)
+        cluster.decode[0].decode_scripts += [_two_tokens_and_lost(job)] * 2
+        events = await cluster.run(job)
+    _require_whole(events)
+    assert _placed(events) == [(0, ""), (1, "KV_LOST"), (2, "KV_LOST")]
+
+
+async def test_losses_are_bounded_in_all_too() -> None:
+    """A request that its workers die of is given up, though each of them brings tokens before."""
+    async with scripted_cluster(disaggregate="never", max_attempts=2, max_attempts_in_all=2) as cluster:
+        job = cluster.job(SPEC)
+        cluster.decode[0].decode_scripts += [_two_tokens_and_lost(job)] * 2
+        with pytest.raises(KvLostError):
+            await cluster.run(job)
+        assert [spec.sequence_id.attempt for spec, _ in cluster.decode[0].submits] == [0, 1]
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
+async def test_a_worker_whose_engine_has_failed_is_asked_once(disaggregate: str) -> None:
+    """Until its streams end nothing more is sent there; its requests go on elsewhere."""
+    async with scripted_cluster(2, 2, disaggregate=disaggregate, placement="round-robin") as cluster:
+        broken = (cluster.prefill if disaggregate == "always" else cluster.decode)[0]
+        broken.prefill_scripts += [prefill_that(started, then=EngineFailedError("a bug"))] * 3
+        broken.decode_scripts += [decode_that(1, failed(EngineFailedError("a bug")))] * 3
+        events = await cluster.run(cluster.job(SPEC))
+        for _ in range(3):
+            _require_whole(await cluster.run(cluster.job(SPEC)))
+    _require_whole(events)
+    assert _placed(events) == [(0, ""), (1, "ENGINE_FAILED")]
+    assert len(broken.prefills) + len(broken.submits) == 1
 
 
 async def test_attempts_are_bounded() -> None:

@@ -1,6 +1,8 @@
 """What both tiers share: a worker's facts, load, bounds and end."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +40,12 @@ async def test_a_worker_says_what_it_is(tiny_tokenizer_dir: Path) -> None:
     assert (infos[0].num_blocks, infos[0].block_bytes) == (NUM_BLOCKS, BLOCK_SIZE * 8)
     assert (infos[0].max_model_tokens, infos[0].vocab_size) == (MAX_TOKENS, VOCAB_SIZE)
     assert infos[0].fingerprint == infos[2].fingerprint
+
+
+async def test_a_worker_without_a_name_is_told_from_those_of_other_hosts(tiny_tokenizer_dir: Path) -> None:
+    """Its process id alone would be 1 in every container, and all of them one point on the ring."""
+    async with serving_worker(tiny_tokenizer_dir, "", PREFILL) as worker:
+        assert worker.key.worker_id == f"worker-{socket.gethostname()}-{os.getpid()}"
 
 
 async def test_load_is_reported_at_once_and_when_it_changes(tiny_tokenizer_dir: Path) -> None:

@@ -1,0 +1,69 @@
+"""A worker that is there: what it has said of itself, and how busy it is."""
+
+from dataclasses import dataclass
+
+from paceline.core.fingerprint import ModelFingerprint
+from paceline.core.prefix import WorkerKey
+from paceline.core.request import BootEpoch, WorkerId
+from paceline.runtime.wire_internal import fingerprint_from_proto
+from paceline.v1 import worker_pb2
+from router.assignments import Assignments
+from router.decode_link import DecodeLink
+from router.views import WorkerView
+
+# Three reports that have not come: what it has to do by now is not known any more.
+_STALE_S = 3.0
+
+
+@dataclass(slots=True)
+class KnownWorker:
+    """A worker that is there."""
+
+    address: str
+    info: worker_pb2.GetInfoResponse
+    load: worker_pb2.WatchLoadResponse
+    link: DecodeLink | None
+    reported_s: float
+    # Whether it has refused a prefill since it is about to end; its load report follows, or the end of its stream.
+    has_refused: bool = False
+
+    @property
+    def key(self) -> WorkerKey:
+        return key_of(self.info)
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        return fingerprint_from_proto(self.info.fingerprint)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be given work: a decode worker whose stream has broken is as good as gone."""
+        return self.link is None or self.link.is_open
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new, as far as anyone has heard."""
+        return self.load.draining or self.has_refused or (self.link is not None and self.link.is_leaving)
+
+    def view(self, assignments: Assignments, now_s: float) -> WorkerView:
+        return WorkerView(
+            key=self.key,
+            address=self.address,
+            fingerprint=self.fingerprint.digest(),
+            block_size=self.info.fingerprint.block_size,
+            num_blocks=self.info.num_blocks,
+            num_free_blocks=self.load.num_free_blocks,
+            num_running=self.load.num_running,
+            num_waiting=self.load.num_waiting,
+            num_pending_tokens=self.load.num_pending_tokens,
+            draining=self.is_draining,
+            cooling_down=self.load.cooling_down,
+            is_load_known=now_s - self.reported_s < _STALE_S,
+            num_assigned_tokens=assignments.num_tokens(self.key),
+            num_assigned_sequences=assignments.num_sequences(self.key),
+        )
+
+
+def key_of(info: worker_pb2.GetInfoResponse) -> WorkerKey:
+    """One life of one worker."""
+    return WorkerKey(WorkerId(info.worker_id), BootEpoch(info.boot_epoch))
