@@ -139,6 +139,9 @@ def _shared_options() -> argparse.ArgumentParser:
         help="with TLS: our own certificate, in PEM, for a server that asks for one",
     )
     add("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    add(
+        "--tls-name", metavar="NAME", help="with TLS: the name in the server's certificate, if not its host's"
+    )
     add("--priority", choices=get_args(Priority), help="how urgent it is (standard)")
     add(
         "--timeout",
@@ -164,8 +167,8 @@ def _natural(bits: int) -> Callable[[str], int]:
 
 def tls_of(args: argparse.Namespace) -> Tls | None:
     """How the connection is encrypted, if it is; raises ValueError for half of a pair."""
-    files = (args.tls_ca, args.tls_cert, args.tls_key)
-    return Tls(*files) if args.tls or any(files) else None
+    given = (args.tls_ca, args.tls_cert, args.tls_key, args.tls_name)
+    return Tls(*given) if args.tls or any(given) else None
 
 
 def generate_options(args: argparse.Namespace) -> GenerateOptions:

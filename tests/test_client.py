@@ -320,6 +320,24 @@ async def test_a_server_that_speaks_tls_is_called_over_tls(tmp_path: Path) -> No
             assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_several_servers_have_a_name_in_common(tmp_path: Path) -> None:
+    """A list of addresses is no name that a certificate could have: it is given, or the list is a name of DNS."""
+    authority = Authority(tmp_path)
+    server = authority.issue("server", "localhost")
+    pair = [(server.key.read_bytes(), server.cert.read_bytes())]
+    async with (
+        serve_fake_inference(grpc.ssl_server_credentials(pair)) as one,
+        serve_fake_inference(grpc.ssl_server_credentials(pair)) as two,
+    ):
+        both, (_, _, port) = f"{one.address},{two.address}", one.address.rpartition(":")
+        for address, name in ((both, "localhost"), (f"dns:localhost:{port}", None)):
+            async with PacelineClient(address, tls=Tls(ca=authority.ca, server_name=name)) as client:
+                assert await client.tokenize("ab") == (97, 98)
+        async with PacelineClient(both, tls=Tls(ca=authority.ca)) as client:
+            with pytest.raises(PacelineRpcError, match="erification"):
+                await client.tokenize("ab", timeout_s=5)
+
+
 def test_half_of_a_certificate_is_refused() -> None:
     """A certificate without its key, and a key without its certificate."""
     for half in ({"cert": "c.pem"}, {"key": "k.pem"}):
