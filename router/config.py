@@ -101,6 +101,10 @@ class RouterConfig(ClusterSettings):
     max_buffered_events: int = option(
         1024, "messages with tokens that a slow client may leave unread before its request ends"
     )
+    message_us: int = option(
+        150,
+        "microseconds that a message to a client costs: each stream sends at most every so many times the number of streams; 0: every token at once",
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")
@@ -121,6 +125,8 @@ class RouterConfig(ClusterSettings):
                 )
         self._check_door()
         check_cluster(self, peers=[place.address for place in self._places if place.kind != "redis"])
+        if self.message_us < 0:
+            raise ConfigError(f"--message-us must be 0 or more, not {self.message_us}")
         if self.handover_tokens < 0:
             raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:

@@ -64,7 +64,7 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         plain_listen=config.plain_listen,
     )
     channels = Channels(membership)
-    registry = WorkerRegistry(channels, config.max_buffered_events)
+    registry = WorkerRegistry(channels, config.max_buffered_events, config.message_us * 1e-6)
     async with (
         _discovery(config, registry) as discovery,
         _index(config) as index,

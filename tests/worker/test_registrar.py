@@ -1,6 +1,7 @@
 """A worker that says where it is, on a clock of the test's own."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
