@@ -33,7 +33,6 @@ from paceline.core.request import BootEpoch, RequestId, SequenceId, WorkerId
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
-from paceline.runtime.channels import Channels
 from paceline.runtime.wire_internal import fingerprint_from_proto
 from paceline.v1 import worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
@@ -175,7 +174,7 @@ async def _ask(client: PacelineClient, prompt: tuple[int, ...]) -> Request:
 
 
 async def _info(local: LocalCluster) -> worker_pb2.GetInfoResponse:
-    channels = Channels()
+    channels = local.channels()
     try:
         stub = WorkerServiceStub(channels.get(local.worker_addresses["prefill-0"]))
         return await stub.GetInfo(worker_pb2.GetInfoRequest())
@@ -195,7 +194,7 @@ async def _pulls(local: LocalCluster, longest: int) -> AsyncIterator[Callable[[s
     store = MemoryBlockStore(longest // size, info.block_bytes)
     for index in range(longest // size):
         store.write(BlockId(index), 0, bytes(info.block_bytes))
-    channels, numbers = Channels(), itertools.count()
+    channels, numbers = local.channels(), itertools.count()
     grpc = GrpcTransport(channels, fingerprint)
     shm = NegotiatedTransport(grpc, [SharedMemory(grpc)], is_required=True)
     transports: dict[str, KVTransport] = {"shm": shm, "grpc": grpc}

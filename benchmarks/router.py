@@ -23,7 +23,6 @@ from paceline.core.request import RequestId, SamplingParams, SequenceId, Sequenc
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
-from paceline.runtime.channels import Channels
 from router.decode_link import DecodeLink
 from router.tenants import new_key
 
@@ -129,7 +128,7 @@ async def _added(model: Path, seed: int) -> tuple[float, float]:
     """What the way through the router adds to the first token and to each of the others, with 32 streams: both ways by turns."""
     async with _cluster(model, step_ms=4) as cluster, PacelineClient(cluster.address, api_key=_KEY) as client:
         prompt_ids = await client.tokenize(_PROMPT)
-        channels = Channels()
+        channels = cluster.channels()
         link = DecodeLink(channels.get(cluster.worker_addresses["decode-0"]), "decode-0", 10_000)
         carrying = asyncio.create_task(link.run())
         lives: dict[str, list[Life]] = {"through": [], "direct": []}

@@ -5,9 +5,11 @@ from typing import cast
 
 from paceline.core.errors import ConfigError
 from paceline.prefix_index.redis_url import parse_redis_url
+from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_open
+from paceline.runtime.serving import check_open, is_private
+from paceline.runtime.tls import TlsFiles
 from router.costs import RouteCosts
 from router.placement import DisaggregateMode, Rules
 from router.places import Place, parse_places
@@ -25,7 +27,7 @@ _AT_LEAST_ONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ClusterSettings):
     """One router. A setting's name is its flag and its key in the config file."""
 
     listen: str = option("127.0.0.1:50051", "address to serve on, host:port")
@@ -62,6 +64,13 @@ class RouterConfig:
     public_prefixes: str = option(
         "",
         'what tenants share all the same: a JSON Lines file, {"name": .., "token_ids": [..]} a line; empty: none',
+    )
+    tls_cert: str = option("", "certificate that clients see, in PEM; with it they need TLS")
+    tls_key: str = option("", "the key of --tls-cert, in PEM, without a password")
+    tls_client_ca: str = option("", "a CA, in PEM: clients must show a certificate that it has signed")
+    plain_listen: str = option(
+        "",
+        "with --tls-cert: serve also here without TLS, on loopback or unix:/path, for probes on this machine",
     )
     tenants: str = option(
         "",
@@ -114,7 +123,8 @@ class RouterConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
                 )
-        check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
+        self._check_door()
+        check_cluster(self, peers=[place.address for place in self._places if place.kind != "redis"])
         if self.message_us < 0:
             raise ConfigError(f"--message-us must be 0 or more, not {self.message_us}")
         if self.handover_tokens < 0:
@@ -130,10 +140,28 @@ class RouterConfig:
             raise ConfigError(
                 "--disaggregate always needs --prefill: name at least one prefill worker's address"
             )
-        if not self.redis and any(
-            place.kind == "redis" for place in self.prefill_places + self.decode_places
-        ):
+        if not self.redis and any(place.kind == "redis" for place in self._places):
             raise ConfigError("workers that register need --redis: name the Redis where they do")
+
+    def _check_door(self) -> None:
+        asks_for_certificate = self.public_tls.check() and bool(self.tls_client_ca)
+        check_open(
+            self.listen,
+            self.tenants,
+            allow_anonymous=self.allow_anonymous,
+            asks_for_certificate=asks_for_certificate,
+        )
+        if self.plain_listen and not self.tls_cert:
+            raise ConfigError("--plain-listen means nothing without --tls-cert")
+        if self.plain_listen and not is_private(self.plain_listen):
+            raise ConfigError(
+                f"--plain-listen {self.plain_listen}: others than this machine would reach it; use loopback or unix:/path"
+            )
+
+    @property
+    def public_tls(self) -> TlsFiles:
+        """What clients see of TLS."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls", "--tls-client-ca")
 
     @property
     def mode(self) -> DisaggregateMode:
@@ -145,6 +173,10 @@ class RouterConfig:
         """By what requests are placed."""
         policy = cast("PlacementPolicy", self.placement)
         return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
+
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return self.prefill_places + self.decode_places
 
     @property
     def prefill_places(self) -> tuple[Place, ...]:
