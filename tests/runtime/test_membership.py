@@ -73,17 +73,20 @@ async def call_all(channel: Any, metadata: Any = None, *, is_silent: bool = Fals
     """What each kind of method answers: its messages, or the error. Who is silent waits until it is let in."""
 
     def said() -> tuple[AsyncIterator[bytes], ...]:
+        """What each call says of itself."""
         return () if is_silent else (_words(),)
 
     extra = {} if metadata is None else {"metadata": metadata}
 
     async def unary(call: Any) -> object:
+        """Of those with one answer."""
         try:
             return await call
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
 
     async def stream(call: Any) -> object:
+        """Of those with several."""
         try:
             return [message async for message in call]
         except grpc.aio.AioRpcError as error:
