@@ -40,6 +40,7 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 LENGTHS = (16, 64, 128, 512, 1024, 2048, 3000, 4096, 8000)
 _NUM_OUTPUT = 12
 _REPEATS = 3
+_LEAST_S = 1e-6
 _NUM_PULLS = 5
 # Enough for all prompts on either worker, so that nothing is evicted.
 _KV_MEMORY = "3GiB"
@@ -166,8 +167,9 @@ async def _ask(client: PacelineClient, prompt: tuple[int, ...]) -> Request:
     async for event in client.generate(prompt, max_tokens=_NUM_OUTPUT, temperature=0, ignore_eos=True):
         times += [time.perf_counter()] * len(event.delta.token_ids)
         prefill_s += event.finish.timeline.prefill_s
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Request(times[0] - begin_s, prefill_s, gaps[0], median(gaps[1:]))
+    # In the mean: what comes together has been made one after the other. A fake model makes them all at once.
+    itl_s = max(_LEAST_S, (times[-1] - times[1]) / (len(times) - 2))
+    return Request(times[0] - begin_s, prefill_s, times[1] - times[0], itl_s)
 
 
 # -- pulls
