@@ -10,8 +10,9 @@ from benchmarks.routing_real import run_real
 from benchmarks.simulator.cluster import simulate
 from benchmarks.simulator.cost import load_cost
 from benchmarks.simulator.options import say, write_json
-from benchmarks.simulator.records import Result
+from benchmarks.simulator.records import RequestRecord, Result
 from benchmarks.simulator.report import report
+from benchmarks.simulator.slo import percentile
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.traffic import made_up
 from paceline.launcher.config import Topology
@@ -94,8 +95,19 @@ def _real(model: Path, num_requests: int, prefix_pull: str) -> dict[str, float]:
         records, steps = run_real(policy, trace, model, prefix_pull)
         row = _row(Result(tuple(records), (), ()), steps)
         print(_line(policy, row))
-        found |= _keys("real_", policy, row)
+        found |= _keys("real_", policy, row) | _predicted(policy, records)
     return found
+
+
+def _predicted(policy: PlacementPolicy, records: Sequence[RequestRecord]) -> dict[str, float]:
+    """How far what the router predicted was from the time to first token of each request for which it predicted one."""
+    told = [(each.ttft_s, each.predicted_ttft_s) for each in records if each.predicted_ttft_s is not None]
+    errors_ms = [1e3 * abs(predicted_s - ttft_s) for ttft_s, predicted_s in told]
+    p50_ms, p95_ms = percentile(errors_ms, 0.5), percentile(errors_ms, 0.95)
+    share = len(told) / len(records)
+    print(f"{'':<18}TTFT was predicted for {share:.0%}, and off by {p50_ms:.1f} ms, p95 {p95_ms:.1f} ms")
+    name = f"real_{policy.replace('-', '_')}_prediction"
+    return {f"{name}_error_p50_ms": p50_ms, f"{name}_error_p95_ms": p95_ms, f"{name}_share": share}
 
 
 def row_of_simulation(result: Result) -> Row:

@@ -5,7 +5,13 @@ Room is this router's own; rates, and what a tenant has under way, are counted b
 
 import math
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 
 from paceline.core.errors import DrainingError, QueueFullError, RateLimitedError, ScopeForbiddenError
@@ -81,6 +87,8 @@ class Visit:
     def __init__(self, position: int, tenant: Tenant, limiter: RateLimiter, request: Grant | None) -> None:
         self.position = position
         self.tenant = tenant
+        # What counts the request before it is placed.
+        self.unplaced = ExitStack()
         self._limiter = limiter
         self._request = request
         self._reserved: tuple[Rate, int, Grant] | None = None
@@ -98,7 +106,7 @@ class Visit:
             )
         grant = await self._limiter.take(_bucket(self.tenant, "tokens"), rate, num_tokens)
         if grant.wait_us:
-            self._give_request_back()
+            self.give_request_back()
             raise _rate_limited("tokens", rate, grant)
         self._reserved = rate, num_tokens, grant
 
@@ -107,7 +115,8 @@ class Visit:
         self._num_used = num_tokens
 
     def settle(self) -> None:
-        """Gives back what was reserved and not used."""
+        """Gives back what was reserved and not used; a request that was never placed is not expected any more."""
+        self.unplaced.close()
         if self._reserved is not None:
             rate, num_reserved, grant = self._reserved
             self._reserved = None
@@ -115,7 +124,7 @@ class Visit:
             if num_left > 0:
                 self._limiter.give_back(_bucket(self.tenant, "tokens"), rate, num_left, grant)
 
-    def _give_request_back(self) -> None:
+    def give_request_back(self) -> None:
         """It was not served, so it does not count."""
         if self._request is not None and self.tenant.requests is not None:
             name = _bucket(self.tenant, "requests")

@@ -11,6 +11,7 @@ from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_open, is_private
 from paceline.runtime.tls import TlsFiles
 from router.costs import RouteCosts
+from router.in_time import Bounds
 from router.placement import DisaggregateMode, Rules
 from router.places import Place, parse_places
 from router.policies import POLICIES, PlacementPolicy
@@ -91,6 +92,12 @@ class RouterConfig(ClusterSettings):
     )
     max_requests: int = option(256, "requests under way at once; more are refused")
     max_request_bytes: int = option(256 << 20, "bytes of the requests under way at once; more are refused")
+    max_delay_s: float = option(
+        60.0, "seconds that others may make a request wait for its first token; more are refused; 0: no bound"
+    )
+    realtime_ttft_s: float = option(
+        0.0, "seconds within which REALTIME requests are promised their first token; others give way; 0: none"
+    )
     max_prompt_bytes: int = option(1 << 20, "longest prompt, in bytes of text")
     default_max_tokens: int = option(256, "output tokens of a request that does not say")
     max_attempts: int = option(
@@ -125,8 +132,11 @@ class RouterConfig(ClusterSettings):
                 )
         self._check_door()
         check_cluster(self, peers=[place.address for place in self._places if place.kind != "redis"])
-        if self.message_us < 0:
-            raise ConfigError(f"--message-us must be 0 or more, not {self.message_us}")
+        for name in ("max_delay_s", "realtime_ttft_s", "message_us"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}"
+                )
         if self.handover_tokens < 0:
             raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:
@@ -177,6 +187,11 @@ class RouterConfig(ClusterSettings):
     @property
     def _places(self) -> tuple[Place, ...]:
         return self.prefill_places + self.decode_places
+
+    @property
+    def bounds(self) -> Bounds:
+        """Within what requests are served, or refused."""
+        return Bounds(self.max_delay_s, self.realtime_ttft_s)
 
     @property
     def prefill_places(self) -> tuple[Place, ...]:

@@ -77,6 +77,11 @@ def batch_cost(worker: WorkerView, costs: RouteCosts) -> float:
     return worker.num_sequences * costs.sequence_tokens
 
 
+def num_computed(prompt: PromptFacts, worker: WorkerView, lent: Lendable) -> int:
+    """Tokens that it computes, once what can be pulled is there."""
+    return _work(prompt, worker, lent)[0]
+
+
 def _queue(worker: WorkerView) -> int:
     return worker.num_queued_tokens + (0 if worker.is_load_known else _UNKNOWN_TOKENS)
 

@@ -37,6 +37,7 @@ from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
 from router.decode_handle import DecodeHandle
 from router.decode_link import LEAVING, DecodeLink, first_tokens
+from router.forecast import forecast
 from router.job import DispatchEvent, Failures, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
@@ -44,7 +45,7 @@ from router.placement import Route
 from router.placer import Placer
 from router.prompt_lookup import PromptLookup
 from router.prompt_scores import PromptScores
-from router.views import WorkerView
+from router.views import Ask, WorkerView
 from router.workers import WorkerRegistry
 
 # What another attempt may heal. An error of the request itself, or a bug, would only happen again.
@@ -113,8 +114,8 @@ class Dispatcher:
     async def _attempt(self, job: Job, attempt: int, reason: str) -> AsyncGenerator[DispatchEvent, None]:
         route = await self._route(job, patient=attempt > 0)
         spec = job.attempt_spec(attempt, self._clock())
-        with self._registry.assignments.assign(route, len(spec.candidates)) as prompt_done:
-            job.timeline.note_dispatch()
+        with self._registry.assignments.assign(route, ask := Ask.of(spec)) as assigned:
+            job.timeline.note_dispatch(forecast(ask, route.num_tokens, route.computing))
             job.timeline.decode_worker = route.decode.key.worker_id
             job.prefill_worker = route.computing.key.worker_id
             job.timeline.prefill_worker = job.prefill_worker
@@ -122,8 +123,10 @@ class Dispatcher:
             async with aclosing(self._on_route(job, spec, route)) as events:
                 async for event in events:
                     if isinstance(event, PromptComputed):
-                        prompt_done()
+                        assigned.prompt_done()
                         job.is_prompt_told = True
+                    elif isinstance(event, PromptProgress):
+                        assigned.note_progress(event.num_computed_tokens)
                     yield event
 
     def _on_route(self, job: Job, spec: SequenceSpec, route: Route) -> AsyncGenerator[DispatchEvent, None]:
@@ -269,6 +272,7 @@ class Dispatcher:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
         workers = [view for role in _ROLES for view in self._registry.views(role)]
         facts = await self._lookup.facts(job, workers)
+        job.unplaced.close()
         # Looked at after the look-ups: what others were given meanwhile counts.
         prefill, decode = (self._registry.views(role) for role in _ROLES)
         return self._placer.place(facts, prefill, decode)

@@ -3,12 +3,19 @@
 from dataclasses import dataclass
 
 from paceline.core.clock import monotonic
-from paceline.core.errors import BadStopError, DeadlineError, NoEndpointError, PromptTooLongError
+from paceline.core.errors import (
+    BadStopError,
+    DeadlineError,
+    NoEndpointError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from paceline.core.request import Request, RequestId, RequestLimits, SequenceId, SequenceSpec, StopConditions
 from paceline.runtime.wire import check_prompt_logprobs, parse_generate, parse_tokenize
 from router.admission import Visit
 from router.cache_scopes import CacheScopes
 from router.config import RouterConfig
+from router.gate import Gate
 from router.job import Job
 from router.output import OutputStream
 from router.tenants import Tenant
@@ -32,15 +39,21 @@ class Call:
 
 
 class Intake:
-    """Knows the model's limits, the tokenizer and whose blocks may be shared; it owns nothing."""
+    """Knows the model's limits, the tokenizer, whose blocks may be shared and who would be served in time; it owns nothing."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: Tokenizer, registry: WorkerRegistry, scopes: CacheScopes
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        registry: WorkerRegistry,
+        scopes: CacheScopes,
+        gate: Gate,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._registry = registry
         self._scopes = scopes
+        self._gate = gate
 
     async def read(
         self, raw: bytes, request_id: RequestId, visit: Visit, time_remaining_s: float | None
@@ -56,6 +69,7 @@ class Intake:
             job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
             if job.deadline_s <= monotonic():
                 raise DeadlineError("queued")
+        await self._require_time(job, visit)
         output = OutputStream(
             self._tokenizer,
             request.stopping,
@@ -68,6 +82,15 @@ class Intake:
         # Last of all: what is refused above costs no tokens.
         await visit.reserve(len(prompt_ids) + request.n * job.spec.max_tokens)
         return Call(request, job, output, visit)
+
+    async def _require_time(self, job: Job, visit: Visit) -> None:
+        """Whoever is refused here is not charged."""
+        job.unplaced = visit.unplaced
+        try:
+            await self._gate.require_time(job)
+        except (QueueFullError, DeadlineError):
+            visit.give_request_back()
+            raise
 
     async def tokenize(self, raw: bytes, limits: RequestLimits) -> tuple[int, ...]:
         """The tokens of a TokenizeRequest's bytes; raises InvalidRequestError."""

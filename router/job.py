@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -100,6 +101,8 @@ class Job:
     # Workers that computed the prompt in an attempt that failed, whoever's fault it was; others come first.
     failed_on: set[str] = field(default_factory=set)
     attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
+    # What counts it to a worker before it is placed; closed then, or when it ends.
+    unplaced: ExitStack = field(default_factory=ExitStack)
     # What the client calls the conversation that this belongs to; empty: nothing.
     session_id: str = ""
 

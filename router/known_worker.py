@@ -6,10 +6,11 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from paceline.runtime.wire_internal import fingerprint_from_proto
+from paceline.runtime.wire_pace import fast_lane_of, pace_of, pending_of
 from paceline.v1 import worker_pb2
 from router.assignments import Assignments
 from router.decode_link import DecodeLink
-from router.views import WorkerView
+from router.views import QueueFacts, WorkerView
 
 # Three reports that have not come: what it has to do by now is not known any more.
 _STALE_S = 3.0
@@ -46,6 +47,7 @@ class KnownWorker:
         return self.load.draining or self.has_refused or (self.link is not None and self.link.is_leaving)
 
     def view(self, assignments: Assignments, now_s: float) -> WorkerView:
+        assigned = assignments.pending(self.key)
         return WorkerView(
             key=self.key,
             address=self.address,
@@ -59,8 +61,24 @@ class KnownWorker:
             draining=self.is_draining,
             cooling_down=self.load.cooling_down,
             is_load_known=now_s - self.reported_s < _STALE_S,
-            num_assigned_tokens=assignments.num_tokens(self.key),
+            assigned=assigned,
+            queue=self._queue(now_s),
+            num_assigned_tokens=sum(assigned.fast) + sum(assigned.normal),
             num_assigned_sequences=assignments.num_sequences(self.key),
+        )
+
+    def _queue(self, now_s: float) -> QueueFacts | None:
+        load, pace = self.load, pace_of(self.load)
+        if pace is None or not self.info.max_num_batched_tokens or now_s - self.reported_s >= _STALE_S:
+            return None
+        return QueueFacts(
+            pace=pace,
+            pending=pending_of(load),
+            waiting=(load.num_waiting_realtime, load.num_waiting_standard, load.num_waiting_batch),
+            is_blocked=load.is_blocked,
+            max_seats=load.max_seats,
+            max_step_tokens=self.info.max_num_batched_tokens,
+            fast_lane=fast_lane_of(self.info),
         )
 
 

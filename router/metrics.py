@@ -16,6 +16,7 @@ from paceline.runtime.metrics import PRIORITY_NAMES, Sample, counter, histogram
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController
 from router.discovery import Discovery
+from router.gate import Gate
 from router.job import DispatchEvent, Job, Placed, PromptComputed, RequestRunner, Tokens
 from router.rate_limit import LimiterMode, RateLimiter
 from router.service import InferenceServicer
@@ -35,6 +36,7 @@ class RequestMetrics:
         self.ttft = {priority: ttft.labels(name) for priority, name in PRIORITY_NAMES.items()}
         self.itl = {priority: itl.labels(name) for priority, name in PRIORITY_NAMES.items()}
         self.tpot = {priority: tpot.labels(name) for priority, name in PRIORITY_NAMES.items()}
+        self.ttft_error = histogram(metrics.TTFT_OVER_PREDICTED, self.registry)
         self.attempts = counter(metrics.ATTEMPTS, self.registry)
         self.migrations = counter(metrics.MIGRATIONS, self.registry)
         self.prompt_tokens = counter(metrics.PROMPT_TOKENS, self.registry)
@@ -123,12 +125,19 @@ class _Watch:
         output = self._outputs.get(event.candidate)
         if output is None:
             if not self._outputs:
-                self._observed.ttft[self._priority].observe(now_s - self._job.timeline.received_s)
+                self._note_first_token(now_s - self._job.timeline.received_s)
             self._outputs[event.candidate] = _Output(now_s, now_s, len(event.token_ids))
             return
         self._observed.itl[self._priority].observe(now_s - output.last_s)
         output.last_s = now_s
         output.num_tokens += len(event.token_ids)
+
+    def _note_first_token(self, ttft_s: float) -> None:
+        self._observed.ttft[self._priority].observe(ttft_s)
+        # Of one that lost a worker before its first token nothing was predicted.
+        predicted_s = self._job.timeline.predicted_ttft_s
+        if predicted_s and self._job.timeline.num_attempts == 1:
+            self._observed.ttft_error.observe(ttft_s / predicted_s)
 
     def _take_prompt(self, event: PromptComputed) -> None:
         # Later attempts compute it again, mostly out of the cache of what the first one left.
@@ -146,6 +155,7 @@ class _Watch:
 def router_samples(
     service: InferenceServicer,
     admission: AdmissionController,
+    gate: Gate,
     limiter: RateLimiter,
     index: PrefixIndex,
     registry: WorkerRegistry,
@@ -159,6 +169,7 @@ def router_samples(
         Sample(metrics.REQUESTS_ACTIVE, door.num_active),
         Sample(metrics.REQUESTS_ADMITTED, door.num_admitted),
         Sample(metrics.REQUESTS_REFUSED, door.num_refused),
+        *(Sample(metrics.REQUESTS_TOO_LATE, number, (rule,)) for rule, number in gate.num_refused().items()),
         Sample(metrics.REQUEST_BYTES, door.num_bytes),
         *(Sample(metrics.LIMITER_MODE, limiter.mode == mode, (mode,)) for mode in get_args(LimiterMode)),
         Sample(metrics.LIMITER_FAILURES, rates.num_failures),

@@ -85,6 +85,15 @@ def place(
     return Route(apart, chosen, hint, prompt.num_uncached_tokens(computing))
 
 
+def can_compute(
+    prompt: PromptFacts, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], mode: DisaggregateMode
+) -> list[WorkerView]:
+    """The workers of both tiers at which the prompt may be computed."""
+    apart = [] if mode == "never" else first_class(prefill, prompt.failed_on)
+    here = [] if mode == "always" else first_class(decode, prompt.failed_on)
+    return apart + here
+
+
 def prefix_hint(
     prompt: PromptFacts, computing: WorkerView, everybody: Sequence[WorkerView]
 ) -> PrefixHint | None:
@@ -108,7 +117,7 @@ def _choose_prefill(
 ) -> WorkerView | None:
     if rules.mode == "never":
         return None
-    taking = _first_class(prefill, prompt.failed_on)
+    taking = first_class(prefill, prompt.failed_on)
     if not taking:
         if rules.mode == "always":
             raise NoEndpointError("no prefill worker is there; start one, or use --disaggregate auto")
@@ -136,7 +145,7 @@ def _choose_decode(
     rules: Rules,
     turn: Turn,
 ) -> WorkerView:
-    taking = _first_class(decode, prompt.failed_on)
+    taking = first_class(decode, prompt.failed_on)
     if not taking:
         raise NoEndpointError("no decode worker is there; start one or wait until it is up")
 
@@ -171,7 +180,7 @@ def has_room(prompt: PromptFacts, worker: WorkerView) -> bool:
 # -- both
 
 
-def _first_class(workers: Iterable[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
+def first_class(workers: Iterable[WorkerView], failed_on: frozenset[str]) -> list[WorkerView]:
     """Those that take requests and that there is least against; one thing is worse than all that come after it."""
 
     def objections(worker: WorkerView) -> tuple[bool, bool, bool]:

@@ -27,6 +27,7 @@ from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
 from router.config import RouterConfig
 from router.discovery import Discovery
 from router.dispatcher import Dispatcher
+from router.gate import Gate
 from router.intake import Intake
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
 from router.rate_limit import LocalRateLimiter, RateLimiter, RedisRateLimiter
@@ -74,10 +75,11 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         observed = RequestMetrics()
         timed = InstrumentedIndex(index, observed)
         dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
-        intake = Intake(config, tokenizer, registry, scopes)
+        gate = Gate(config.bounds, config.placement_rules, registry, timed)
+        intake = Intake(config, tokenizer, registry, scopes, gate)
         service = InferenceServicer(intake, registry, index, admission, dispatcher, tenants)
         service.add_to(server.grpc)
-        read = partial(router_samples, service, admission, limiter, index, registry, discovery)
+        read = partial(router_samples, service, admission, gate, limiter, index, registry, discovery)
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])

@@ -217,8 +217,14 @@ def _log_end(call: Call, ended: str) -> None:
         decode_worker=timeline.decode_worker,
         attempts=timeline.attempts,
         queued_s=round(timeline.queued_s, 4),
+        predicted_ttft_s=_rounded(call.job.timeline.predicted_ttft_s),
+        ttft_s=_rounded(call.job.timeline.ttft_s),
         prefill_s=round(timeline.prefill_s, 4),
         transfer_s=round(timeline.transfer_s, 4),
         decode_s=round(timeline.decode_s, 4),
         kv_bytes=timeline.kv_bytes,
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.clock import Clock, monotonic
 from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
+from router.forecast import Forecast
 
 
 @dataclass(slots=True)
@@ -13,6 +14,8 @@ class RequestTimeline:
     clock: Clock = monotonic
     received_s: float = field(init=False)
     dispatched_s: float | None = None
+    # From the arrival; None where the worker has not said how fast it is.
+    predicted_ttft_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     worker_queue_s: float = 0.0
@@ -30,11 +33,13 @@ class RequestTimeline:
     def __post_init__(self) -> None:
         self.received_s = self.clock()
 
-    def note_dispatch(self) -> None:
-        """An attempt begins."""
+    def note_dispatch(self, predicted: Forecast | None = None) -> None:
+        """An attempt begins. Only of the first one a prediction counts."""
         self.num_attempts += 1
         if self.dispatched_s is None:
             self.dispatched_s = self.clock()
+            if predicted is not None:
+                self.predicted_ttft_s = self.dispatched_s - self.received_s + predicted.ttft_s
 
     def note_started(self, started: prefill_pb2.PrefillStarted | decode_pb2.SequenceStarted) -> None:
         """A worker computes the prompt: how long the request waited there, and what has come from another one's cache.
@@ -45,6 +50,11 @@ class RequestTimeline:
             self.worker_queue_s += started.queued_s
         self.prefix_blocks += started.num_pulled_blocks
         self.prefix_bytes += started.num_pulled_bytes
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the arrival to the first token; None before it."""
+        return None if self.first_token_s is None else self.first_token_s - self.received_s
 
     def note_tokens(self) -> None:
         """Tokens have come."""
@@ -79,6 +89,7 @@ class RequestTimeline:
             prefill_worker=self.prefill_worker,
             decode_worker=self.decode_worker,
             attempts=self.num_attempts,
+            predicted_ttft_s=self.predicted_ttft_s,
         )
 
 

@@ -1,9 +1,53 @@
 """What placement decides by: plain facts about workers and about a prompt."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from paceline.core.pace import ByClass, FastLane, Pace, PendingTokens
 from paceline.core.prefix import WorkerKey
+from paceline.core.request import Priority, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a worker's scheduler will know a request by."""
+
+    priority: Priority = Priority.STANDARD
+    num_prompt_tokens: int = 0
+    max_tokens: int = 0
+    num_candidates: int = 1
+    # Output tokens that it is sure to have, if it has any.
+    min_output_tokens: int = 1
+
+    @classmethod
+    def of(cls, spec: SequenceSpec) -> "Ask":
+        """What is asked for."""
+        surely = spec.max_tokens if spec.ignore_eos and not spec.stop_token_ids else max(1, spec.min_tokens)
+        return cls(spec.priority, len(spec.prompt_ids), spec.max_tokens, len(spec.candidates), surely)
+
+    def is_fast_in(self, lane: FastLane) -> bool:
+        """As in paceline/engine/admission.py."""
+        return (
+            lane.share > 0
+            and self.num_prompt_tokens <= lane.prompt_tokens
+            and self.max_tokens <= lane.output_tokens
+            and self.num_candidates == 1
+            and self.priority is not Priority.BATCH
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """What a worker has said that a prediction needs: how fast it is, and what comes before a newcomer."""
+
+    pace: Pace
+    pending: PendingTokens
+    # Sequences that have not begun.
+    waiting: ByClass
+    is_blocked: bool
+    max_seats: int
+    max_step_tokens: int
+    fast_lane: FastLane
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +72,9 @@ class WorkerView:
     cooling_down: bool = False
     # Whether its last report is a fresh one. What is not known counts as high, never as nothing.
     is_load_known: bool = True
+    # What this router has sent, by lane and class; and None where a worker has not said how fast it is.
+    assigned: PendingTokens = field(default_factory=PendingTokens)
+    queue: QueueFacts | None = None
 
     @property
     def num_queued_tokens(self) -> int:

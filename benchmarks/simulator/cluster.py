@@ -19,7 +19,7 @@ from benchmarks.simulator.runner import EmptyRunner
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.trace import ANY_VOCAB_SIZE, Trace, TraceRequest, spec_of
 from benchmarks.simulator.worker import SimulatedWorker
-from paceline.core.errors import InvariantError, PacelineError, PromptTooLongError
+from paceline.core.errors import InvariantError, OverloadedError, PacelineError, PromptTooLongError
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, FirstToken, SequenceId, WorkerId
 from paceline.engine.engine import Runner, StepResult
@@ -34,6 +34,8 @@ from paceline.engine.events import (
     Started,
 )
 from paceline.engine.sequence import SequenceRole
+from router.forecast import forecast
+from router.views import Ask
 
 # An engine that has work and could do none of it looks again after so long (paceline/engine/async_engine.py).
 _IDLE_TICK_S = 0.1
@@ -123,19 +125,37 @@ class SimulatedCluster:
         try:
             self._require_room(request)
             self._router.admit(leave)
+            spec = spec_of(request, number, self._vocab_size)
+            self._router.require_time(spec, self._agenda.now_s)
         except PacelineError as error:
-            self._records[number] = RequestRecord(number, request, "refused", (), reason=error.reason)
+            leave.close()
+            self._refuse(number, request, error)
             return
-        spec = spec_of(request, number, self._vocab_size)
         route = self._router.place(spec, self._agenda.now_s)
-        prompt_done = self._router.assign(route, leave)
+        predicted = forecast(Ask.of(spec), route.num_tokens, route.computing)
+        assigned = self._router.assign(spec, route, leave)
         prefill = self._workers[route.prefill.key] if route.prefill else None
-        journey = Journey(number, request, spec, self._workers[route.decode.key], prefill, prompt_done, leave)
+        journey = Journey(
+            number,
+            request,
+            spec,
+            self._workers[route.decode.key],
+            prefill,
+            assigned,
+            None if predicted is None else predicted.ttft_s,
+            leave,
+        )
         self._journeys[spec.sequence_id] = journey
         role = SequenceRole.PREFILL_ONLY if prefill else SequenceRole.GENERATE
         worker = prefill or journey.decode
         worker.add(spec, role)
         self._call(worker)
+
+    def _refuse(self, number: int, request: TraceRequest, error: PacelineError) -> None:
+        retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else None
+        self._records[number] = RequestRecord(
+            number, request, "refused", (), reason=error.reason, retry_after_s=retry_after_s
+        )
 
     def _require_room(self, request: TraceRequest) -> None:
         limit = self._spec.num_blocks * self._spec.block_size
@@ -202,6 +222,7 @@ class SimulatedCluster:
             case Started():
                 self._take_start(worker, journey, event)
             case BlocksReady():
+                journey.assigned.note_progress(event.num_computed_tokens)
                 _of(journey).ready.append((self._agenda.now_s, event.blocks))
             case Reserved():
                 _of(journey).reserve(self._agenda.now_s, event.block_ids, event.num_held)
@@ -217,7 +238,7 @@ class SimulatedCluster:
 
     def _take_token(self, worker: SimulatedWorker, journey: Journey, event: NewTokens) -> None:
         if not journey.token_times_s:
-            journey.prompt_done()
+            journey.assigned.prompt_done()
         journey.token_times_s.append(self._agenda.now_s + self._cost.token_overhead_s)
         journey.num_preemptions = event.num_preemptions
         if event.finish_reason is not None:

@@ -1,6 +1,5 @@
 """One request on its way through a simulated cluster."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -9,6 +8,7 @@ from benchmarks.simulator.records import Mode, RequestRecord
 from benchmarks.simulator.trace import TraceRequest
 from benchmarks.simulator.worker import SimulatedWorker
 from paceline.core.request import SequenceId, SequenceSpec
+from router.assignments import Assigned
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,8 @@ class Journey:
     decode: SimulatedWorker
     # None: the decode worker computes the prompt itself.
     prefill: SimulatedWorker | None
-    prompt_done: Callable[[], None]
+    assigned: Assigned
+    predicted_ttft_s: float | None
     leave: ExitStack
     token_times_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -46,4 +47,5 @@ class Journey:
             prefill_worker="" if self.prefill is None else self.prefill.name,
             decode_worker=self.decode.name,
             reason=reason,
+            predicted_ttft_s=self.predicted_ttft_s,
         )

@@ -17,6 +17,7 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
 from paceline.runtime.memory import MemorySize
 from router.config import RouterConfig
+from router.in_time import Bounds
 from router.policies import POLICIES
 
 FORMATS = """\
@@ -99,6 +100,18 @@ def add_scene_flags(parser: argparse.ArgumentParser) -> None:
         default=defaults_of(RouterConfig)["max_requests"],
         help="as of the router: more requests under way are refused; 0: no bound",
     )
+    parser.add_argument(
+        "--max-delay-s",
+        type=float,
+        default=0.0,
+        help="as of the router: longer waits are refused, and so is what misses its deadline; 0: no bound (default: 0)",
+    )
+    parser.add_argument(
+        "--realtime-ttft-s",
+        type=float,
+        default=0.0,
+        help="as of the router: what REALTIME requests are promised; 0: nothing (default: 0)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, for programs")
 
 
@@ -115,6 +128,7 @@ def scene_of(args: argparse.Namespace) -> Scene:
         disaggregate=args.disaggregate,
         placement=args.placement,
         max_requests=args.max_requests or None,
+        bounds=_bounds(args),
     )
     return Scene(load_trace(args.trace), cluster, cost, args.slo)
 
@@ -169,6 +183,13 @@ def _setting(text: str) -> tuple[str, str, Any]:
         )
     except (ValueError, KeyError) as error:
         raise ConfigError(f"--set {text}: {name} must be of type {kinds[name].__name__}") from error
+
+
+def _bounds(args: argparse.Namespace) -> Bounds:
+    for name in ("max_delay_s", "realtime_ttft_s"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(args, name):g}")
+    return Bounds(args.max_delay_s, args.realtime_ttft_s)
 
 
 def _kv_tokens(args: argparse.Namespace, cost: CostModel) -> int:

@@ -104,12 +104,21 @@ async def _request(
     ids = prompt_ids(request, number, vocab_size)
     await asyncio.sleep(start_s + request.arrival_s - time.perf_counter())
     times: list[float] = []
-    accepted, done = inference_pb2.Accepted(), inference_pb2.PrefillDone()
+    accepted, done, finish = inference_pb2.Accepted(), inference_pb2.PrefillDone(), inference_pb2.Finish()
     options = {"temperature": 0.0, "max_tokens": request.num_output_tokens, "ignore_eos": True}
     async for event in client.generate(ids, **options):  # type: ignore[arg-type] # each has its option's type
         accepted.MergeFrom(event.accepted)
         done.MergeFrom(event.prefill_done)
+        finish.MergeFrom(event.finish)
         times += [time.perf_counter() - start_s] * len(event.delta.token_ids)
     is_local = accepted.mode == inference_pb2.MODE_LOCAL
     mode: Mode = "local" if is_local else "disaggregated"
-    return RequestRecord(number, request, mode, tuple(times), num_cached_tokens=done.cached_tokens)
+    is_predicted = finish.timeline.HasField("predicted_ttft_s")
+    return RequestRecord(
+        number,
+        request,
+        mode,
+        tuple(times),
+        num_cached_tokens=done.cached_tokens,
+        predicted_ttft_s=finish.timeline.predicted_ttft_s if is_predicted else None,
+    )

@@ -25,6 +25,10 @@ class RequestRecord:
     decode_worker: str = ""
     # Why it was refused or failed.
     reason: str = ""
+    # What the router predicted when it was placed; None where nothing was known.
+    predicted_ttft_s: float | None = None
+    # When one that was refused may come again, in seconds from its arrival.
+    retry_after_s: float | None = None
 
     @property
     def is_finished(self) -> bool:

@@ -11,6 +11,7 @@ from paceline.launcher.config import Topology
 from paceline.worker.config import WorkerConfig
 from router.config import RouterConfig
 from router.costs import RouteCosts
+from router.in_time import Bounds
 from router.placement import DisaggregateMode, Rules
 from router.policies import PlacementPolicy
 
@@ -59,6 +60,8 @@ class ClusterSpec:
     disaggregate: DisaggregateMode = _ROUTER["disaggregate"]
     placement: PlacementPolicy = _ROUTER["placement"]
     handover_tokens: int = _ROUTER["handover_tokens"]
+    # Within what requests are served, or refused; by default nothing is.
+    bounds: Bounds = field(default_factory=Bounds)
     # Requests under way at once; None: no bound.
     max_requests: int | None = None
 

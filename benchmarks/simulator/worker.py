@@ -45,7 +45,7 @@ class SimulatedWorker:
         self.is_busy = False
         # Whether its next turn is on the agenda already, now or after a while.
         self.is_called = self.is_ticking = False
-        self._config = config
+        self.config = config
         self._clock = VirtualClock()
         self._runner = CostedRunner(runner, cost, self._clock)
         self._pool = BlockPool(spec.num_blocks, spec.block_size, spec.groups)
@@ -117,7 +117,7 @@ class SimulatedWorker:
         """What came of it."""
         return WorkerRecord(
             worker=self.name,
-            max_num_seqs=self._config.max_num_seqs,
+            max_num_seqs=self.config.max_num_seqs,
             num_blocks=self._pool.num_blocks,
             num_steps=len(self.steps),
             num_preemptions=self.stats().num_preemptions,

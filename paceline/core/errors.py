@@ -207,12 +207,12 @@ class EngineFailedError(UnavailableError):
 
 
 class DeadlineError(PacelineError):
-    """The deadline passed; `phase` is queued, prefill, transfer or decode."""
+    """The deadline passed, or is sure to; `phase` is queued, prefill, transfer or decode."""
 
     reason = "DEADLINE_EXCEEDED"
 
-    def __init__(self, phase: str) -> None:
-        super().__init__(f"the deadline passed in phase {phase}")
+    def __init__(self, phase: str, problem: str = "") -> None:
+        super().__init__(problem or f"the deadline passed in phase {phase}")
         self.phase = phase
 
     def facts(self) -> dict[str, str]:

@@ -62,6 +62,11 @@ class Admission:
         yield from self.fast
         yield from self.normal
 
+    @property
+    def has_urgent(self) -> bool:
+        """Whether one waits that is not BATCH and has not begun."""
+        return any(queue.oldest_urgent_s() is not None for queue in (self.fast, self.normal))
+
     def is_fast(self, sequence: Sequence) -> bool:
         """Whether it has its place in the fast lane."""
         config, spec = self._config, sequence.spec

@@ -6,12 +6,14 @@ from typing import Protocol
 
 from paceline.core.clock import Clock, monotonic
 from paceline.core.kv_layout import BlockId
+from paceline.core.pace import ByClass, Pace, PendingTokens
 from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec
 from paceline.engine.block_pool import BlockPoolStats
 from paceline.engine.events import Event
+from paceline.engine.pace import PaceMeter
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.scheduler_stats import SchedulerStats
+from paceline.engine.scheduler_stats import SchedulerStats, TokensByLane
 from paceline.engine.sequence import SequenceRole
 from paceline.engine.step import ExpertTokens, SchedulerOutput, StepOutput
 from paceline.engine.step_report import Admission, AdmissionLog, StepReport, num_empty_slots
@@ -79,6 +81,11 @@ class EngineStats:
     max_steps_to_release: int
     pool: BlockPoolStats
     queues: SchedulerStats
+    # None until it is known. `pending` counts of those that wait what is not likely to be cached.
+    pace: Pace | None
+    pending: PendingTokens
+    # Urgent ones wait for a seat or for blocks.
+    is_blocked: bool
     # Sequences wait, nobody holds a block, and the last step computed nothing.
     is_stuck: bool
     # The share of the held block slots that no token is in, as of a recent step.
@@ -107,6 +114,7 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._admissions = AdmissionLog(clock)
+        self._meter = PaceMeter()
         self._fragmentation = 0.0
         self._was_idle = False
         self._num_steps = 0
@@ -145,14 +153,18 @@ class Engine:
         computed_s = self._clock()
         self._note_cost(output, computed_s - scheduled_s)
         events = self._scheduler.update(output, computed)
-        scheduler_s = self._clock() - computed_s + scheduled_s - begin_s
+        end_s = self._clock()
+        admissions = self._admissions.take(events)
+        self._note_pace(output, admissions, begin_s, end_s)
         self._was_idle = not output.scheduled
         return StepResult(
             events=tuple(events),
             changes=self._scheduler.pool.take_changes(),
             idle=not output.scheduled,
-            admissions=self._admissions.take(events),
-            report=_report(output, computed, scheduler_s, computed_s - scheduled_s),
+            admissions=admissions,
+            report=_report(
+                output, computed, end_s - computed_s + scheduled_s - begin_s, computed_s - scheduled_s
+            ),
         )
 
     def _execute(self, output: SchedulerOutput) -> StepOutput:
@@ -170,6 +182,17 @@ class Engine:
         num_tokens = sum(len(item.token_ids) for item in output.scheduled)
         if num_tokens >= 2 * len(output.scheduled) > 0:
             self._scheduler.costs.note_chunk(num_tokens, duration_s)
+
+    def _note_pace(
+        self, output: SchedulerOutput, admissions: tuple[Admission, ...], begin_s: float, end_s: float
+    ) -> None:
+        """A sequence with more than one token computes a prompt. One that waits while a step has room lacks a seat or blocks."""
+        prompts = [len(item.token_ids) for item in output.scheduled if len(item.token_ids) > 1]
+        num_decodes, num_tokens = len(output.scheduled) - len(prompts), sum(prompts)
+        if output.scheduled:
+            self._meter.note_step(num_decodes, num_tokens, end_s - begin_s)
+        has_room = num_decodes + num_tokens < self._scheduler.config.max_num_batched_tokens
+        self._meter.note_turns(admissions, is_blocked=output.has_urgent and has_room, now_s=end_s)
 
     def _share_of_empty_slots(self, output: SchedulerOutput) -> float:
         pool = self._scheduler.pool
@@ -191,6 +214,9 @@ class Engine:
             expert_tokens=self._expert_tokens,
             pool=pool.stats(),
             queues=queues,
+            pace=self._meter.pace(),
+            pending=_pending(queues.tokens, self._meter.cached_share),
+            is_blocked=self._meter.is_blocked,
             is_stuck=self._was_idle and queues.num_waiting > 0 and pool.num_available == pool.num_blocks,
             fragmentation=self._fragmentation if pool.num_available < pool.num_blocks else 0.0,
         )
@@ -216,3 +242,14 @@ def _report(
         scheduler_s=scheduler_s,
         runner_s=runner_s,
     )
+
+
+def _pending(tokens: TokensByLane, cached_share: float) -> PendingTokens:
+    def expected(waiting: ByClass, running: ByClass) -> ByClass:
+        realtime, standard, batch = (
+            int(new * (1 - cached_share)) + begun for new, begun in zip(waiting, running, strict=True)
+        )
+        return realtime, standard, batch
+
+    fast, normal = map(expected, tokens.waiting, tokens.running)
+    return PendingTokens(fast, normal)

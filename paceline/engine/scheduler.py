@@ -13,7 +13,7 @@ from itertools import islice
 
 from paceline.core.block_hash import hash_block
 from paceline.core.clock import Clock, monotonic
-from paceline.core.request import FirstToken, Priority, SequenceId, SequenceSpec, TokenLogprob
+from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
 from paceline.engine.admission import AGED_EVERY, ALL_CLASSES, Admission
 from paceline.engine.announce import announce, new_token, take_scores
 from paceline.engine.block_pool import BlockPool
@@ -31,7 +31,7 @@ from paceline.engine.pressure import Pressure
 from paceline.engine.room import HashBlock, Room
 from paceline.engine.running import Running
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.scheduler_stats import SchedulerStats
+from paceline.engine.scheduler_stats import SchedulerStats, num_waiting_by_priority, tokens_by_lane
 from paceline.engine.sequence import Sequence, SequenceRole
 from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.engine.swap import SwapSpace
@@ -127,7 +127,7 @@ class Scheduler:
             self._pressure.note_step(preempted=not may_admit, num_running=self._running.num_computing)
         items = scheduled_decodes(self._decodes)
         items += [scheduled_chunk(sequence, num_tokens) for sequence, num_tokens in self._chunks.items()]
-        return SchedulerOutput(tuple(items), tuple(events))
+        return SchedulerOutput(tuple(items), tuple(events), self._admission.has_urgent)
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Event]:
         """Takes the step's results into the sequences; a block is published here, once it is computed."""
@@ -269,12 +269,13 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """A picture of now."""
         running, lanes = self._running, (self._admission.fast, self._admission.normal)
-        waiting = tuple(sum(lane.num_waiting(priority) for lane in lanes) for priority in Priority)
+        waiting = num_waiting_by_priority(self._admission)
         return SchedulerStats(
             num_running=running.num_computing,
             num_waiting=sum(waiting) + sum(sequence.num_seats for sequence in running.parked),
             num_pending_tokens=running.num_pending_tokens + sum(lane.num_pending_tokens for lane in lanes),
-            num_waiting_by_priority=(waiting[0], waiting[1], waiting[2]),
+            num_waiting_by_priority=waiting,
+            tokens=tokens_by_lane(self._admission, running),
             preemptions={kind.value: self._preemption.counts[kind] for kind in PreemptionKind},
             num_recomputed_tokens=self._members.num_recomputed_tokens,
             num_refused_for_room=self._room.num_refused,

@@ -73,6 +73,8 @@ class SchedulerOutput:
 
     scheduled: tuple[ScheduledSequence, ...]
     events: tuple[Event, ...]
+    # Whether one still waits that is not BATCH and has not begun.
+    has_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from math import inf
 
 from paceline.core.request import Priority
 from paceline.engine.policies import TurnPolicy
-from paceline.engine.sequence import Sequence
+from paceline.engine.sequence import Sequence, SequenceRole
 
 # After so many steps without a change those that were refused are asked for again.
 RETRY_STEPS = 16
@@ -43,6 +43,8 @@ class WaitingQueue:
         self._urgent: deque[Sequence] = deque()
         # All tokens of theirs: what of them is cached turns out when they come in.
         self.num_pending_tokens = 0
+        # The same by the class in which they wait, without those whose KV comes from outside.
+        self._num_to_compute = Counter[Priority]()
         # Comings and goings; and with how much room, until when, and after how many of those nobody fits.
         self._num_changes = 0
         self._blocked: tuple[int, int, int] | None = None
@@ -159,10 +161,16 @@ class WaitingQueue:
         """Sequences to come, of one class by their own priority."""
         return self._num_waiting[priority]
 
+    def num_to_compute(self, priority: Priority) -> int:
+        """Tokens that those of a class come with, if none of them is cached."""
+        return self._num_to_compute[priority]
+
     def _count(self, sequence: Sequence, sign: int) -> None:
         self._num_changes += 1
         self._num_waiting[sequence.spec.priority] += sign * sequence.num_seats
         self.num_pending_tokens += sign * sequence.num_tokens
+        if sequence.role is not SequenceRole.AWAIT_KV:
+            self._num_to_compute[self._places[sequence][0]] += sign * sequence.num_tokens
 
     def _has_entry(self, sequence: Sequence) -> bool:
         place = self._places.get(sequence)

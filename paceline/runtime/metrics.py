@@ -22,6 +22,7 @@ _TIMES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _STEP_TIMES_S = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LOOKUP_TIMES_S = (2e-4, 5e-4, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.02, 0.05)
 _COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
@@ -64,6 +65,19 @@ REQUESTS = Metric("paceline_requests_total", "counter", "Requests that have ende
 REQUESTS_ACTIVE = Metric("paceline_requests_active", "gauge", "Requests under way.")
 REQUESTS_ADMITTED = Metric("paceline_requests_admitted_total", "counter", "Requests taken at the door.")
 REQUESTS_REFUSED = Metric("paceline_requests_refused_total", "counter", "Requests refused for want of room.")
+REQUESTS_TOO_LATE = Metric(
+    "paceline_requests_too_late_total",
+    "counter",
+    "Requests refused by a prediction, by the bound that they would have passed: deadline, delay, realtime.",
+    ("rule",),
+)
+TTFT_OVER_PREDICTED = Metric(
+    "paceline_ttft_over_predicted_ratio",
+    "histogram",
+    "Time to first token over what was predicted when the request was placed.",
+    (),
+    _RATIOS,
+)
 REQUEST_BYTES = Metric("paceline_request_bytes", "gauge", "Bytes of the requests under way.")
 LIMITER_MODE = Metric(
     "paceline_limiter_mode", "gauge", "1 for who counts tenants' rates now, 0 for the others.", ("mode",)

@@ -176,7 +176,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queued_s", "prefill_s", "transfer_s", "decode_s", "preemptions", "kv_bytes", "kv_blocks", "prefill_worker", "decode_worker", "attempts", "prefix_bytes", "prefix_blocks")
+    __slots__ = ("queued_s", "prefill_s", "transfer_s", "decode_s", "preemptions", "kv_bytes", "kv_blocks", "prefill_worker", "decode_worker", "attempts", "prefix_bytes", "prefix_blocks", "predicted_ttft_s")
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,7 @@ class Timeline(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     queued_s: float
     prefill_s: float
     transfer_s: float
@@ -201,7 +202,8 @@ class Timeline(_message.Message):
     attempts: int
     prefix_bytes: int
     prefix_blocks: int
-    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prefix_bytes: _Optional[int] = ..., prefix_blocks: _Optional[int] = ...) -> None: ...
+    predicted_ttft_s: float
+    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., prefix_bytes: _Optional[int] = ..., prefix_blocks: _Optional[int] = ..., predicted_ttft_s: _Optional[float] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat")

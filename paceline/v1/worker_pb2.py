@@ -26,7 +26,7 @@ from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 from paceline.v1 import inference_pb2 as paceline_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/worker.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1bpaceline/v1/inference.proto\"\x10\n\x0eGetInfoRequest\"\xca\x02\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.paceline.v1.WorkerRole\x12\x12\n\nboot_epoch\x18\x03 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\r\x12\x15\n\rnum_kv_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_2k_requests\x18\x0b \x01(\r\x12\x1c\n\x14own_max_model_tokens\x18\x0c \x01(\r\"\x12\n\x10WatchLoadRequest\"\xea\x02\n\x11WatchLoadResponse\x12\x17\n\x0fnum_free_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x19\n\x11num_blocks_pulled\x18\x06 \x01(\x04\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x12\n\nnum_leases\x18\t \x01(\r\x12\x1c\n\x14max_steps_to_release\x18\n \x01(\r\x12\x14\n\x0c\x63ooling_down\x18\x0b \x01(\x08\x12\x1c\n\x14num_waiting_realtime\x18\x0c \x01(\r\x12\x1c\n\x14num_waiting_standard\x18\r \x01(\r\x12\x19\n\x11num_waiting_batch\x18\x0e \x01(\r\"\x16\n\x14GetExpertLoadRequest\"@\n\x15GetExpertLoadResponse\x12\'\n\x06layers\x18\x01 \x03(\x0b\x32\x17.paceline.v1.ExpertLoad\"B\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\x04\x12\x11\n\timbalance\x18\x03 \x01(\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xbb\x02\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.paceline.v1.GetInfoRequest\x1a\x1c.paceline.v1.GetInfoResponse\x12L\n\tWatchLoad\x12\x1d.paceline.v1.WatchLoadRequest\x1a\x1e.paceline.v1.WatchLoadResponse0\x01\x12V\n\rGetExpertLoad\x12!.paceline.v1.GetExpertLoadRequest\x1a\".paceline.v1.GetExpertLoadResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/worker.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1bpaceline/v1/inference.proto\"\x10\n\x0eGetInfoRequest\"\xc5\x03\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.paceline.v1.WorkerRole\x12\x12\n\nboot_epoch\x18\x03 \x01(\x06\x12\x32\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.ModelFingerprint\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\t \x01(\r\x12\x15\n\rnum_kv_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_2k_requests\x18\x0b \x01(\r\x12\x1c\n\x14own_max_model_tokens\x18\x0c \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\r\x12\x17\n\x0f\x66\x61st_lane_share\x18\x0e \x01(\x01\x12\x1f\n\x17\x66\x61st_lane_prompt_tokens\x18\x0f \x01(\r\x12\x1f\n\x17\x66\x61st_lane_output_tokens\x18\x10 \x01(\r\"\x12\n\x10WatchLoadRequest\"\x98\x04\n\x11WatchLoadResponse\x12\x17\n\x0fnum_free_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x19\n\x11num_blocks_pulled\x18\x06 \x01(\x04\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x04\x12\x12\n\nnum_leases\x18\t \x01(\r\x12\x1c\n\x14max_steps_to_release\x18\n \x01(\r\x12\x14\n\x0c\x63ooling_down\x18\x0b \x01(\x08\x12\x1c\n\x14num_waiting_realtime\x18\x0c \x01(\r\x12\x1c\n\x14num_waiting_standard\x18\r \x01(\r\x12\x19\n\x11num_waiting_batch\x18\x0e \x01(\r\x12\x1f\n\x04pace\x18\x0f \x01(\x0b\x32\x11.paceline.v1.Pace\x12\x30\n\x0cpending_fast\x18\x10 \x01(\x0b\x32\x1a.paceline.v1.PendingTokens\x12\x32\n\x0epending_normal\x18\x11 \x01(\x0b\x32\x1a.paceline.v1.PendingTokens\x12\x11\n\tmax_seats\x18\x12 \x01(\r\x12\x12\n\nis_blocked\x18\x13 \x01(\x08\"\xaa\x01\n\x04Pace\x12\x0e\n\x06step_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x02 \x01(\x01\x12\x16\n\x0eprompt_token_s\x18\x03 \x01(\x01\x12\x0e\n\x06turn_s\x18\x04 \x01(\x01\x12\x1d\n\x15realtime_tokens_per_s\x18\x05 \x01(\x01\x12\x1d\n\x15standard_tokens_per_s\x18\x06 \x01(\x01\x12\x1a\n\x12\x62\x61tch_tokens_per_s\x18\x07 \x01(\x01\"B\n\rPendingTokens\x12\x10\n\x08realtime\x18\x01 \x01(\x04\x12\x10\n\x08standard\x18\x02 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x03 \x01(\x04\"\x16\n\x14GetExpertLoadRequest\"@\n\x15GetExpertLoadResponse\x12\'\n\x06layers\x18\x01 \x03(\x0b\x32\x17.paceline.v1.ExpertLoad\"B\n\nExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x03(\x04\x12\x11\n\timbalance\x18\x03 \x01(\x01\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xbb\x02\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.paceline.v1.GetInfoRequest\x1a\x1c.paceline.v1.GetInfoResponse\x12L\n\tWatchLoad\x12\x1d.paceline.v1.WatchLoadRequest\x1a\x1e.paceline.v1.WatchLoadResponse0\x01\x12V\n\rGetExpertLoad\x12!.paceline.v1.GetExpertLoadRequest\x1a\".paceline.v1.GetExpertLoadResponse\x12>\n\x05\x44rain\x12\x19.paceline.v1.DrainRequest\x1a\x1a.paceline.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=96
   _globals['_GETINFOREQUEST']._serialized_end=112
   _globals['_GETINFORESPONSE']._serialized_start=115
-  _globals['_GETINFORESPONSE']._serialized_end=445
-  _globals['_WATCHLOADREQUEST']._serialized_start=447
-  _globals['_WATCHLOADREQUEST']._serialized_end=465
-  _globals['_WATCHLOADRESPONSE']._serialized_start=468
-  _globals['_WATCHLOADRESPONSE']._serialized_end=830
-  _globals['_GETEXPERTLOADREQUEST']._serialized_start=832
-  _globals['_GETEXPERTLOADREQUEST']._serialized_end=854
-  _globals['_GETEXPERTLOADRESPONSE']._serialized_start=856
-  _globals['_GETEXPERTLOADRESPONSE']._serialized_end=920
-  _globals['_EXPERTLOAD']._serialized_start=922
-  _globals['_EXPERTLOAD']._serialized_end=988
-  _globals['_DRAINREQUEST']._serialized_start=990
-  _globals['_DRAINREQUEST']._serialized_end=1004
-  _globals['_DRAINRESPONSE']._serialized_start=1006
-  _globals['_DRAINRESPONSE']._serialized_end=1021
-  _globals['_WORKERSERVICE']._serialized_start=1024
-  _globals['_WORKERSERVICE']._serialized_end=1339
+  _globals['_GETINFORESPONSE']._serialized_end=568
+  _globals['_WATCHLOADREQUEST']._serialized_start=570
+  _globals['_WATCHLOADREQUEST']._serialized_end=588
+  _globals['_WATCHLOADRESPONSE']._serialized_start=591
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1127
+  _globals['_PACE']._serialized_start=1130
+  _globals['_PACE']._serialized_end=1300
+  _globals['_PENDINGTOKENS']._serialized_start=1302
+  _globals['_PENDINGTOKENS']._serialized_end=1368
+  _globals['_GETEXPERTLOADREQUEST']._serialized_start=1370
+  _globals['_GETEXPERTLOADREQUEST']._serialized_end=1392
+  _globals['_GETEXPERTLOADRESPONSE']._serialized_start=1394
+  _globals['_GETEXPERTLOADRESPONSE']._serialized_end=1458
+  _globals['_EXPERTLOAD']._serialized_start=1460
+  _globals['_EXPERTLOAD']._serialized_end=1526
+  _globals['_DRAINREQUEST']._serialized_start=1528
+  _globals['_DRAINREQUEST']._serialized_end=1542
+  _globals['_DRAINRESPONSE']._serialized_start=1544
+  _globals['_DRAINRESPONSE']._serialized_end=1559
+  _globals['_WORKERSERVICE']._serialized_start=1562
+  _globals['_WORKERSERVICE']._serialized_end=1877
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ import grpc
 
 from paceline.core.request import Priority
 from paceline.runtime.wire_internal import fingerprint_to_proto
+from paceline.runtime.wire_pace import pace_to_proto, pending_to_proto
 from paceline.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from paceline.worker.worker import Worker
 
@@ -43,6 +44,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_kv_tokens=capacity.num_tokens,
             num_2k_requests=capacity.num_requests,
             own_max_model_tokens=capacity.own_max_model_tokens,
+            max_num_batched_tokens=worker.scheduling.max_num_batched_tokens,
+            fast_lane_share=worker.scheduling.fast_lane_share,
+            fast_lane_prompt_tokens=worker.scheduling.fast_lane_prompt_tokens,
+            fast_lane_output_tokens=worker.scheduling.fast_lane_output_tokens,
         )
 
     async def WatchLoad(
@@ -93,4 +98,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_waiting_realtime=queues.num_waiting_by_priority[Priority.REALTIME],
             num_waiting_standard=queues.num_waiting_by_priority[Priority.STANDARD],
             num_waiting_batch=queues.num_waiting_by_priority[Priority.BATCH],
+            pace=None if stats.pace is None else pace_to_proto(stats.pace),
+            pending_fast=pending_to_proto(stats.pending.fast),
+            pending_normal=pending_to_proto(stats.pending.normal),
+            max_seats=queues.max_seats,
+            is_blocked=stats.is_blocked,
         )

@@ -25,6 +25,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
 from paceline.engine.events import Started
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.prefix_index.index import PrefixIndex
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.prefix_index.publisher import PrefixPublisher
@@ -50,6 +51,7 @@ class Worker:
     address: str
     model_id: str
     loaded: LoadedRunner
+    scheduling: SchedulerConfig
     engine: AsyncEngine
     leases: LeaseTable
     sender: KVSender
@@ -123,8 +125,9 @@ async def open_worker(
     index: PrefixIndex = RedisPrefixIndex(config.redis) if config.redis else MemoryPrefixIndex()
     publisher = PrefixPublisher(index, key)
     failed, metrics = asyncio.Event(), StepMetrics(config)
+    scheduling = scheduler_config(config, loaded)
     engine = AsyncEngine(
-        _engine(config, loaded),
+        _engine(config, loaded, scheduling),
         on_changes=publisher.offer,
         on_step=metrics.note_step,
         on_failure=lambda _: failed.set(),
@@ -154,6 +157,7 @@ async def open_worker(
             address=config.advertise or config.listen,
             model_id=Path(config.model).name,
             loaded=loaded,
+            scheduling=scheduling,
             engine=engine,
             leases=leases,
             sender=KVSender(
@@ -190,7 +194,6 @@ def _release_leased(engine: AsyncEngine) -> Callable[[SequenceId], None]:
     return lambda sequence_id: engine.release(sequence_id, lost)
 
 
-def _engine(config: WorkerConfig, loaded: LoadedRunner) -> Engine:
-    scheduling = scheduler_config(config, loaded)
+def _engine(config: WorkerConfig, loaded: LoadedRunner, scheduling: SchedulerConfig) -> Engine:
     pool = BlockPool(loaded.capacity.num_blocks, config.block_size, loaded.layout.groups)
     return Engine(Scheduler(scheduling, pool, loaded.runner.memory), loaded.runner)

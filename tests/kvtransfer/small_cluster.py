@@ -451,6 +451,7 @@ class SmallCluster:
                 VOCAB_SIZE,
                 frozenset(),
             ),
+            scheduling=config,
             engine=engine,
             leases=leases,
             sender=WatchedSender(

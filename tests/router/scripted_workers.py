@@ -74,6 +74,7 @@ class ScriptedWorker(
             vocab_size=1000,
             num_blocks=100,
             block_bytes=64,
+            max_num_batched_tokens=100,
         )
         self.load = worker_pb2.WatchLoadResponse(num_free_blocks=100)
         self.address = ""
@@ -127,9 +128,9 @@ class ScriptedWorker(
         for watch in self._watches:
             watch.put_nowait(None)
 
-    def report(self, **load: int) -> None:
+    def report(self, **load: Any) -> None:
         """Sends another load report."""
-        self.load = worker_pb2.WatchLoadResponse(**({"num_free_blocks": 100} | load))  # type: ignore[arg-type] # numbers
+        self.load = worker_pb2.WatchLoadResponse(**({"num_free_blocks": 100} | load))
         for watch in self._watches:
             watch.put_nowait(self.load)
 

@@ -13,11 +13,11 @@ PREFILL, DECODE = make_worker("p0"), make_worker("d0")
 def test_tokens_count_until_the_prompt_is_done_and_the_sequence_until_its_end() -> None:
     """The prefill worker has the tokens, the decode worker the sequence, each for its own time."""
     assignments = Assignments()
-    with assignments.assign(Route(PREFILL, DECODE, num_tokens=40)) as prompt_done:
+    with assignments.assign(Route(PREFILL, DECODE, num_tokens=40)) as assigned:
         assert (assignments.num_tokens(PREFILL.key), assignments.num_tokens(DECODE.key)) == (40, 0)
         assert (assignments.num_sequences(PREFILL.key), assignments.num_sequences(DECODE.key)) == (0, 1)
-        prompt_done()
-        prompt_done()
+        assigned.prompt_done()
+        assigned.prompt_done()
         assert (assignments.num_tokens(PREFILL.key), assignments.num_sequences(DECODE.key)) == (0, 1)
     assert assignments.num_sequences(DECODE.key) == 0
 

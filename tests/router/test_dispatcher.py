@@ -220,15 +220,15 @@ async def test_prompts_that_are_looked_up_at_once_go_to_different_workers() -> N
 
 
 async def test_what_is_under_way_counts_as_load_and_nothing_stays_behind() -> None:
-    """While the prompt is computed its tokens are on the worker's account; afterwards they are not."""
+    """What of the prompt is not computed yet is on the worker's account; afterwards nothing is."""
     async with scripted_cluster() as cluster:
         cluster.prefill[0].prefill_scripts.append(prefill_that(started, then=KvLostError("gone")))
         job, seen = cluster.job(SPEC), list[int]()
         async with aclosing(cluster.dispatcher.run(job)) as running:
             async for event in running:
-                if isinstance(event, PromptProgress):
+                if isinstance(event, Placed | PromptProgress):
                     seen.append(cluster.registry.views(PREFILL)[0].num_assigned_tokens)
-        assert seen == [20]
+        assert seen == [20, 20, 0]
         assert cluster.registry.views(PREFILL)[0].num_assigned_tokens == 0
         assert cluster.registry.views(DECODE)[0].num_assigned_tokens == 0
 

@@ -11,7 +11,10 @@ from paceline.core.request import Priority, RequestId, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
+from router.gate import Gate
+from router.in_time import Bounds
 from router.intake import Intake
+from router.placement import Rules
 from router.rate_limit import LocalRateLimiter, Rate
 from router.slots import LocalSlots
 from router.tenants import Tenant
@@ -52,7 +55,8 @@ async def desk(byte_level: Tokenizer) -> AsyncIterator[Desk]:
     """With a secret for salts."""
     async with scripted_cluster() as cluster:
         scopes = CacheScopes(b"0123456789abcdef")
-        yield Desk(Intake(cluster.config, byte_level, cluster.registry, scopes))
+        gate = Gate(Bounds(), Rules(), cluster.registry, cluster.index)
+        yield Desk(Intake(cluster.config, byte_level, cluster.registry, scopes, gate))
 
 
 async def test_the_work_is_its_tenants(desk: Desk) -> None:

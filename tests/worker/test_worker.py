@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,41 @@ async def test_the_load_says_who_waits(tiny_tokenizer_dir: Path) -> None:
         runner.open()
     await channels.aclose()
     assert waiting == (1, 0, 2)
+
+
+async def test_a_worker_says_how_fast_it_is_once_it_knows(tiny_tokenizer_dir: Path) -> None:
+    """Not before it has computed some prompts; what bounds its steps it says from the start."""
+    channels = Channels()
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE) as worker:
+        stub = WorkerServiceStub(channels.get(worker.address))
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=10)
+        reports = aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest()))
+        first = await anext(reports)
+        for number in range(10):
+            ended = asyncio.Event()
+            spec = make_spec(f"{number}", (number, 1, 2), max_tokens=1, ignore_eos=True)
+            worker.engine.submit(spec, SequenceRole.GENERATE, partial(_note_end, ended))
+            await ended.wait()
+        load = first
+        while not load.HasField("pace"):
+            load = await anext(reports)
+        await channels.aclose()
+    config = worker.scheduling
+    assert (info.max_num_batched_tokens, info.fast_lane_share) == (
+        config.max_num_batched_tokens,
+        config.fast_lane_share,
+    )
+    assert not first.HasField("pace")
+    assert load.HasField("pace")
+    assert load.pace.step_s + load.pace.decode_s + load.pace.prompt_token_s > 0
+    assert load.pace.standard_tokens_per_s > 0
+    assert load.max_seats == config.max_num_seqs
+
+
+def _note_end(ended: asyncio.Event, events: Sequence[Event]) -> None:
+    """Hears of the last token."""
+    if any(isinstance(event, NewTokens) and event.finish_reason for event in events):
+        ended.set()
 
 
 def _deaf(events: Sequence[Event]) -> None:
