@@ -33,7 +33,6 @@ from paceline.core.request import BootEpoch, RequestId, SequenceId, WorkerId
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
-from paceline.runtime.channels import Channels
 from paceline.runtime.wire_internal import fingerprint_from_proto
 from paceline.v1 import worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
@@ -41,6 +40,7 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 LENGTHS = (16, 64, 128, 512, 1024, 2048, 3000, 4096, 8000)
 _NUM_OUTPUT = 12
 _REPEATS = 3
+_LEAST_S = 1e-6
 _NUM_PULLS = 5
 # Enough for all prompts on either worker, so that nothing is evicted.
 _KV_MEMORY = "3GiB"
@@ -167,15 +167,16 @@ async def _ask(client: PacelineClient, prompt: tuple[int, ...]) -> Request:
     async for event in client.generate(prompt, max_tokens=_NUM_OUTPUT, temperature=0, ignore_eos=True):
         times += [time.perf_counter()] * len(event.delta.token_ids)
         prefill_s += event.finish.timeline.prefill_s
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Request(times[0] - begin_s, prefill_s, gaps[0], median(gaps[1:]))
+    # In the mean: what comes together has been made one after the other. A fake model makes them all at once.
+    itl_s = max(_LEAST_S, (times[-1] - times[1]) / (len(times) - 2))
+    return Request(times[0] - begin_s, prefill_s, times[1] - times[0], itl_s)
 
 
 # -- pulls
 
 
 async def _info(local: LocalCluster) -> worker_pb2.GetInfoResponse:
-    channels = Channels()
+    channels = local.channels()
     try:
         stub = WorkerServiceStub(channels.get(local.worker_addresses["prefill-0"]))
         return await stub.GetInfo(worker_pb2.GetInfoRequest())
@@ -195,7 +196,7 @@ async def _pulls(local: LocalCluster, longest: int) -> AsyncIterator[Callable[[s
     store = MemoryBlockStore(longest // size, info.block_bytes)
     for index in range(longest // size):
         store.write(BlockId(index), 0, bytes(info.block_bytes))
-    channels, numbers = Channels(), itertools.count()
+    channels, numbers = local.channels(), itertools.count()
     grpc = GrpcTransport(channels, fingerprint)
     shm = NegotiatedTransport(grpc, [SharedMemory(grpc)], is_required=True)
     transports: dict[str, KVTransport] = {"shm": shm, "grpc": grpc}

@@ -42,17 +42,19 @@ async def _run(
         file.write_text("".join(f"[{tier}]\n{settings}" for tier in ("prefill", "decode")))
         config = UpConfig(config=str(file), topology="2P2D", runner="fake", placement=policy, port=0)
         async with LocalCluster(config, model) as local, PacelineClient(local.address) as client:
-            before = await _steps(local.worker_addresses)
+            before = await _steps(local)
             records = await run_on_cluster(trace, client, vocab_size)
-            after = await _steps(local.worker_addresses)
+            after = await _steps(local)
     return records, {worker: after[worker] - before[worker] for worker in after}
 
 
-async def _steps(addresses: Mapping[str, str]) -> dict[str, int]:
+async def _steps(local: LocalCluster) -> dict[str, int]:
     """How many steps each worker has taken."""
-    channels = Channels()
+    channels = local.channels()
     try:
-        return {worker: await _steps_of(channels, address) for worker, address in addresses.items()}
+        return {
+            worker: await _steps_of(channels, address) for worker, address in local.worker_addresses.items()
+        }
     finally:
         await channels.aclose()
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message as ProtoMessage
 
-from paceline.cli_options import PACELINE_API_KEY, generate_options, make_parser
+from paceline.cli_options import PACELINE_API_KEY, generate_options, make_parser, tls_of
 from paceline.client import (
     Completion,
     GenerateOptions,
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.api_key = args.api_key or os.environ.get(PACELINE_API_KEY)
     try:
         key_metadata(args.api_key)
+        args.connection_tls = tls_of(args)
     except ValueError as error:
         parser.error(str(error))
     for option in ("logprobs", "prompt_logprobs"):
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except PacelineRpcError as error:
         return _fail(_explain(error, args.address))
+    except FileNotFoundError as error:
+        return _fail(f"cannot read {error.filename}: {error.strerror}")
     except UnicodeError:
         return _fail("the prompt is not valid UTF-8")
     except KeyboardInterrupt:
@@ -65,7 +68,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 async def _one_answer(args: argparse.Namespace, prompt: Prompt) -> None:
-    async with PacelineClient(args.address, api_key=args.api_key) as client:
+    async with _client(args) as client:
         if args.n not in (None, 1):
             completions = await client.generate_texts(prompt, **generate_options(args))
             _show(_as_json_array(completions) if args.json else _one_by_one(completions))
@@ -94,11 +97,15 @@ def _converse(runner: asyncio.Runner, client: PacelineClient, args: argparse.Nam
 
 async def _connect(args: argparse.Namespace) -> PacelineClient:
     """A client whose server answers: better to hear it now than after the first question."""
-    client = PacelineClient(args.address, api_key=args.api_key)
+    client = _client(args)
     info = await client.server_info()
     if sys.stdin.isatty():
         sys.stderr.write(f"{info.model_id}; Ctrl-C stops an answer, Ctrl-D leaves\n")
     return client
+
+
+def _client(args: argparse.Namespace) -> PacelineClient:
+    return PacelineClient(args.address, api_key=args.api_key, tls=args.connection_tls)
 
 
 def _ask() -> str | None:
@@ -195,12 +202,21 @@ def _fields(message: ProtoMessage) -> dict[str, Any]:
 
 def _explain(error: PacelineRpcError, address: str) -> str:
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-        return f"no Paceline server answers at {address}; start one with ./run up, or name it with --address"
+        return f"no Paceline server answers at {address}; {_unreached(error)}"
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{error}; give the key with --api-key, or in {PACELINE_API_KEY}"
     if error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)
+
+
+def _unreached(error: PacelineRpcError) -> str:
+    """Whether nobody listens there, or somebody hangs up on us."""
+    if "Socket closed" in error.message:
+        return "it hangs up: does it speak TLS (--tls, --tls-ca), and ask for a certificate (--tls-cert)?"
+    if "handshake" in error.message or "erification" in error.message:
+        return f"TLS fails: {error.message}"
+    return "start one with ./run up, or name it with --address"
 
 
 def _fail(line: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from paceline.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, GenerateOptions, Priority
+from paceline.client_channel import Tls
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -126,6 +127,21 @@ def _shared_options() -> argparse.ArgumentParser:
         help="end the answer before TEXT; may be given several times",
     )
     add("--api-key", metavar="KEY", help=f"whose request it is; better given in {PACELINE_API_KEY}")
+    add(
+        "--tls",
+        action="store_true",
+        help="the server speaks TLS, with a certificate that gRPC's own roots know",
+    )
+    add("--tls-ca", metavar="FILE", help="the same, with a certificate that this CA has signed, in PEM")
+    add(
+        "--tls-cert",
+        metavar="FILE",
+        help="with TLS: our own certificate, in PEM, for a server that asks for one",
+    )
+    add("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    add(
+        "--tls-name", metavar="NAME", help="with TLS: the name in the server's certificate, if not its host's"
+    )
     add("--priority", choices=get_args(Priority), help="how urgent it is (standard)")
     add(
         "--timeout",
@@ -147,6 +163,12 @@ def _natural(bits: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def tls_of(args: argparse.Namespace) -> Tls | None:
+    """How the connection is encrypted, if it is; raises ValueError for half of a pair."""
+    given = (args.tls_ca, args.tls_cert, args.tls_key, args.tls_name)
+    return Tls(*given) if args.tls or any(given) else None
 
 
 def generate_options(args: argparse.Namespace) -> GenerateOptions:

@@ -14,7 +14,7 @@ from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, get_args
 
 import grpc
 
-from paceline.client_channel import key_metadata, open_channel
+from paceline.client_channel import Tls, key_metadata, open_channel
 from paceline.client_error import from_rpc_error
 from paceline.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 
@@ -123,13 +123,14 @@ class _Gathered:
 class PacelineClient:
     """One connection to a server, or to several that are named with commas, for any number of requests at once.
 
-    Make it where the event loop runs. A call that fails raises PacelineRpcError. `api_key` says whose calls they are,
-    where the server wants to know.
+    Make it where the event loop runs. A call that fails raises PacelineRpcError. `api_key` and `tls` are for servers that want them.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, tls: Tls | None = None
+    ) -> None:
         self._metadata = key_metadata(api_key)
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,9 @@
-"""The connection of a client: how it stays alive, and the API key that goes with each call."""
+"""The connection of a client: TLS, how it stays alive, and the API key that goes with each call."""
 
 import ipaddress
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -15,8 +17,6 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-
-
 _SERVICE = "paceline.v1.InferenceService"
 # Calls go to each of the addresses in turn, and to none that cannot be reached or says that it takes no more. One that has
 # been on its way there goes to another, unless its answer has begun.
@@ -38,16 +38,47 @@ _IN_TURN = {
 }
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+_File = str | Path
+_Options = tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM, for a server that speaks TLS.
+
+    `ca` has signed the server's certificate; without it the roots count that gRPC knows. `cert` and `key` are our own, where the server
+    wants to see them. `server_name` is the name in the server's certificate, where that is not the host of its address.
+    """
+
+    ca: _File | None = None
+    cert: _File | None = None
+    key: _File | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses half of a pair."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a certificate and its key go together; give both or neither")
+
+
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """A channel that connects when it is first used; to several servers, separated by commas, or to all that a `dns:` name has.
 
-    Raises ValueError for a list that gRPC has no word for.
+    Raises ValueError for a list that gRPC has no word for, and OSError for files that cannot be read.
     """
-    if "," not in address and not address.startswith("dns:"):
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    return grpc.aio.insecure_channel(
-        _target(address), options=(*_OPTIONS, ("grpc.service_config", json.dumps(_IN_TURN)))
-    )
+    options: _Options = _OPTIONS
+    if "," in address or address.startswith("dns:"):
+        address, options = _target(address), (*options, ("grpc.service_config", json.dumps(_IN_TURN)))
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+    if tls.server_name:
+        options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def _read(file: _File | None) -> bytes | None:
+    return None if file is None else Path(file).read_bytes()
 
 
 def _target(address: str) -> str:

@@ -5,9 +5,11 @@ from typing import cast
 
 from paceline.core.errors import ConfigError
 from paceline.prefix_index.redis_url import parse_redis_url
+from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_open
+from paceline.runtime.serving import check_open, is_private
+from paceline.runtime.tls import TlsFiles
 from router.costs import RouteCosts
 from router.in_time import Bounds
 from router.placement import DisaggregateMode, Rules
@@ -26,7 +28,7 @@ _AT_LEAST_ONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ClusterSettings):
     """One router. A setting's name is its flag and its key in the config file."""
 
     listen: str = option("127.0.0.1:50051", "address to serve on, host:port")
@@ -64,6 +66,13 @@ class RouterConfig:
         "",
         'what tenants share all the same: a JSON Lines file, {"name": .., "token_ids": [..]} a line; empty: none',
     )
+    tls_cert: str = option("", "certificate that clients see, in PEM; with it they need TLS")
+    tls_key: str = option("", "the key of --tls-cert, in PEM, without a password")
+    tls_client_ca: str = option("", "a CA, in PEM: clients must show a certificate that it has signed")
+    plain_listen: str = option(
+        "",
+        "with --tls-cert: serve also here without TLS, on loopback or unix:/path, for probes on this machine",
+    )
     tenants: str = option(
         "",
         "a TOML file with the tenants, their API keys' hashes and limits; read again on SIGHUP; empty: no keys",
@@ -99,6 +108,10 @@ class RouterConfig:
     max_buffered_events: int = option(
         1024, "messages with tokens that a slow client may leave unread before its request ends"
     )
+    message_us: int = option(
+        150,
+        "microseconds that a message to a client costs: each stream sends at most every so many times the number of streams; 0: every token at once",
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")
@@ -117,12 +130,13 @@ class RouterConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"
                 )
-        for name in ("max_delay_s", "realtime_ttft_s"):
+        self._check_door()
+        check_cluster(self, peers=[place.address for place in self._places if place.kind != "redis"])
+        for name in ("max_delay_s", "realtime_ttft_s", "message_us"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}"
                 )
-        check_open(self.listen, self.tenants, allow_anonymous=self.allow_anonymous)
         if self.handover_tokens < 0:
             raise ConfigError(f"--handover-tokens must be 0 or more, not {self.handover_tokens}")
         if not self.model:
@@ -136,10 +150,28 @@ class RouterConfig:
             raise ConfigError(
                 "--disaggregate always needs --prefill: name at least one prefill worker's address"
             )
-        if not self.redis and any(
-            place.kind == "redis" for place in self.prefill_places + self.decode_places
-        ):
+        if not self.redis and any(place.kind == "redis" for place in self._places):
             raise ConfigError("workers that register need --redis: name the Redis where they do")
+
+    def _check_door(self) -> None:
+        asks_for_certificate = self.public_tls.check() and bool(self.tls_client_ca)
+        check_open(
+            self.listen,
+            self.tenants,
+            allow_anonymous=self.allow_anonymous,
+            asks_for_certificate=asks_for_certificate,
+        )
+        if self.plain_listen and not self.tls_cert:
+            raise ConfigError("--plain-listen means nothing without --tls-cert")
+        if self.plain_listen and not is_private(self.plain_listen):
+            raise ConfigError(
+                f"--plain-listen {self.plain_listen}: others than this machine would reach it; use loopback or unix:/path"
+            )
+
+    @property
+    def public_tls(self) -> TlsFiles:
+        """What clients see of TLS."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls", "--tls-client-ca")
 
     @property
     def mode(self) -> DisaggregateMode:
@@ -151,6 +183,10 @@ class RouterConfig:
         """By what requests are placed."""
         policy = cast("PlacementPolicy", self.placement)
         return Rules(self.mode, policy, RouteCosts(handover_tokens=self.handover_tokens))
+
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return self.prefill_places + self.decode_places
 
     @property
     def bounds(self) -> Bounds:

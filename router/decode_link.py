@@ -1,7 +1,6 @@
 """The one stream between this router and a decode worker: sequences and cancels go up, tokens come down."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,91 +10,30 @@ from paceline.core.errors import (
     EngineFailedError,
     PacelineError,
     PeerLostError,
-    SlowConsumerError,
 )
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.runtime.grpc_status import error_from_reason, error_from_rpc
+from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.wire_internal import prefix_hint_to_proto, spec_to_proto, ticket_to_proto
 from paceline.v1 import decode_pb2, engine_pb2
 from paceline.v1.decode_pb2_grpc import DecodeServiceStub
+from router.decode_handle import DecodeHandle
+from router.pace import UNPACED, Pace
 
 # What a worker says that gives up what it has, or takes nothing new, and will soon be gone.
 LEAVING = (DrainingError, EngineFailedError)
 _LEAVING_REASONS = tuple(error.reason for error in LEAVING)
 
 
-class DecodeHandle:
-    """One sequence's events, all candidates', in order; iteration ends by an error or when the reader has what it wants."""
-
-    def __init__(self, link: "DecodeLink", spec: SequenceSpec, max_buffered: int) -> None:
-        self._link = link
-        self._sequence_id = spec.sequence_id
-        self._unfinished = set(spec.candidates)
-        self._max_buffered = max_buffered * len(spec.candidates)
-        self._events: deque[decode_pb2.SequenceEvent] = deque()
-        self._error: PacelineError | None = None
-        self._arrived = asyncio.Event()
-        # Whether the worker has the prompt's KV, and so has given the lease back.
-        self.has_kv = False
-
-    def __aiter__(self) -> "DecodeHandle":
-        return self
-
-    async def __anext__(self) -> decode_pb2.SequenceEvent:
-        while not self._events and self._error is None:
-            self._arrived.clear()
-            await self._arrived.wait()
-        if self._error is not None:
-            raise self._error
-        return self._events.popleft()
-
-    def close(self) -> None:
-        """Gives the sequence up at the worker, unless it has ended."""
-        self._link.give_up(self._sequence_id)
-
-    def keep(self, candidates: set[int]) -> None:
-        """Gives up at the worker whatever else has not ended; these go on."""
-        for candidate in self._unfinished - candidates:
-            self._link.give_up_candidate(self._sequence_id, candidate)
-        self._unfinished &= candidates
-
-    def note_end(self, event: decode_pb2.SequenceEvent) -> bool:
-        """Whether nothing comes after this event."""
-        if event.tokens.finish_reason:
-            self._unfinished.discard(event.tokens.candidate)
-        return event.WhichOneof("event") == "failed" or not self._unfinished
-
-    def put(self, event: decode_pb2.SequenceEvent) -> None:
-        """Takes an event. A reader who is too far behind loses the sequence, so that memory stays bounded."""
-        if event.WhichOneof("event") == "failed":
-            failed = event.failed
-            self.fail(error_from_reason(failed.reason, failed.message, self._link.peer, failed.facts))
-            return
-        self.has_kv |= event.WhichOneof("event") == "kv_received"
-        self._events.append(event)
-        self._arrived.set()
-        if len(self._events) > self._max_buffered:
-            self.close()
-            self.fail(
-                SlowConsumerError("the client reads too slowly; read faster or ask for less", retry_after_s=1)
-            )
-
-    def fail(self, error: PacelineError) -> None:
-        """Ends the sequence. What arrived before is dropped: the next attempt computes it again."""
-        self._error = self._error or error
-        self._events.clear()
-        self._arrived.set()
-
-
 class DecodeLink:
     """The stream to one decode worker, shared by all requests. It is always read, whoever is slow."""
 
-    def __init__(self, channel: grpc.aio.Channel, peer: str, max_buffered: int) -> None:
+    def __init__(self, channel: grpc.aio.Channel, peer: str, max_buffered: int, pace: Pace = UNPACED) -> None:
         self.peer = peer
         self._stub = DecodeServiceStub(channel)
         self._max_buffered = max_buffered
+        self._pace = pace
         self._outbox: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
         self._handles: dict[SequenceId, DecodeHandle] = {}
         # Whether the worker has refused work since it is about to end; its load report follows, or the end of the stream.
@@ -138,7 +76,7 @@ class DecodeLink:
             ticket=ticket_to_proto(ticket) if ticket else None,
             prefix_hint=prefix_hint_to_proto(hint),
         )
-        handle = DecodeHandle(self, spec, self._max_buffered)
+        handle = DecodeHandle(self, spec, self._max_buffered, self._pace)
         self._handles[spec.sequence_id] = handle
         self._outbox.put_nowait(decode_pb2.DecodeRequest(submit=submit))
         return handle

@@ -35,7 +35,8 @@ from paceline.runtime.wire_internal import (
 from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
 from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
 from router.config import RouterConfig
-from router.decode_link import LEAVING, DecodeHandle, DecodeLink, first_tokens
+from router.decode_handle import DecodeHandle
+from router.decode_link import LEAVING, DecodeLink, first_tokens
 from router.forecast import forecast
 from router.job import DispatchEvent, Failures, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease

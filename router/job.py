@@ -6,8 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from paceline.core.errors import PeerLostError
-from paceline.core.request import FinishReason, RequestId, SequenceId, SequenceSpec, TokenLogprob
+from paceline.core.errors import BadFieldError, PeerLostError
+from paceline.core.request import (
+    MAX_LABEL_CHARS,
+    FinishReason,
+    RequestId,
+    SequenceId,
+    SequenceSpec,
+    TokenLogprob,
+)
 from paceline.v1 import generation_pb2
 from router.timeline import RequestTimeline
 
@@ -166,8 +173,11 @@ class Job:
 
 
 def session_id_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """What the caller names its conversation, the last of several names; empty when it names none."""
+    """What the caller names its conversation, the last of several names; empty when it names none. Raises BadFieldError."""
     said = dict(metadata or ()).get(SESSION_ID, "")
+    if len(said) > MAX_LABEL_CHARS:
+        problem = f"has {len(said)} characters, and the limit is {MAX_LABEL_CHARS}"
+        raise BadFieldError(SESSION_ID, problem)
     return said if isinstance(said, str) else ""
 
 

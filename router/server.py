@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,13 @@ from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.prefix_index.registration import WorkerTable
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.membership import Membership
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
+from paceline.runtime.reload import reload_certificates, reloading
 from paceline.runtime.server import GrpcServer, run_service
+from paceline.runtime.serving import is_private
+from paceline.runtime.tls import CertificateSource
 from paceline.v1 import inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes, read_public_prefixes, read_salt
@@ -27,7 +31,7 @@ from router.gate import Gate
 from router.intake import Intake
 from router.metrics import InstrumentedDispatcher, InstrumentedIndex, RequestMetrics, router_samples
 from router.rate_limit import LocalRateLimiter, RateLimiter, RedisRateLimiter
-from router.reload import reloading
+from router.reload import reload_tenants
 from router.service import SERVICE_NAME, InferenceServicer
 from router.slots import LocalSlots, RedisSlots, Slots
 from router.tenants import Tenants
@@ -44,17 +48,24 @@ log = get_logger()
 
 def run_router(config: RouterConfig) -> int:
     """Runs a router until SIGTERM or SIGINT; gives the exit status."""
-    configure_logging("router", "router", config.log_level)
+    configure_logging("router", "router", config.log_level, knows_text=True)
     keep_torch_out()
     return run_service(lambda stop: _serve(config, stop))
 
 
 async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
-    tenants = Tenants(config.tenants)
+    tenants, membership = Tenants(config.tenants), config.membership()
+    public = CertificateSource(config.public_tls) if config.tls_cert else None
     tokenizer = await asyncio.to_thread(Tokenizer, Path(config.model))
     scopes = CacheScopes(_secret(config), read_public_prefixes(config.public_prefixes, tokenizer))
-    server = GrpcServer(config.listen, max_receive_bytes=_MAX_RECEIVE_BYTES)
-    registry = WorkerRegistry(Channels(), config.max_buffered_events)
+    server = GrpcServer(
+        config.listen,
+        max_receive_bytes=_MAX_RECEIVE_BYTES,
+        credentials=public.server_credentials() if public else None,
+        plain_listen=config.plain_listen,
+    )
+    channels = Channels(membership)
+    registry = WorkerRegistry(channels, config.max_buffered_events, config.message_us * 1e-6)
     async with (
         _discovery(config, registry) as discovery,
         _index(config) as index,
@@ -73,12 +84,26 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
             readiness = asyncio.create_task(_report_readiness(config, server, registry, discovery))
-            log.info("listening", address=config.listen)
-            with reloading(tenants):
+            log.info("listening", address=config.listen, tls=public is not None)
+            if tenants.are_known and public is None and not is_private(config.listen):
+                log.warning("keys_in_the_clear", address=config.listen)
+            with reloading(_reloads(tenants, public, membership, channels)):
                 await stop.wait()
             readiness.cancel()
             await _shut_down(server, admission, config.grace_s)
     tokenizer.close()
+
+
+def _reloads(
+    tenants: Tenants, public: CertificateSource | None, membership: Membership, channels: Channels
+) -> Iterator[Callable[[], None]]:
+    """What SIGHUP reads again."""
+    if tenants.are_known:
+        yield partial(reload_tenants, tenants)
+    if public is not None:
+        yield partial(reload_certificates, "public", public)
+    if membership.encrypts:
+        yield partial(reload_certificates, "cluster", membership, channels.renew)
 
 
 @asynccontextmanager

@@ -103,9 +103,10 @@ class InferenceServicer:
         async with _status_of_errors(context, request_id):
             with self._counted(end):
                 tenant = self._tenants.of_call(context.invocation_metadata())
+                session_id = session_id_of(context.invocation_metadata())
                 async with self._admission.admit(tenant, len(raw)) as visit:
                     call = await self._intake.read(raw, request_id, visit, context.time_remaining())
-                    call.job.session_id = session_id_of(context.invocation_metadata())
+                    call.job.session_id = session_id
                     async with aclosing(self._run(call, end)) as responses:
                         async for response in responses:
                             yield response

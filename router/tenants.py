@@ -24,6 +24,8 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 # The first bytes of a digest choose few to compare with; what they tell by timing is of digests, and no way leads back to a key.
 _INDEX_BYTES = 4
+# Ten times as long as one of ours: nothing longer is worth hashing.
+_MAX_KEY_CHARS = 512
 _BAD_KEY = "this API key is not known; ask the operator for one"
 
 
@@ -124,7 +126,7 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:
             "this server needs one API key with each call: send the metadata authorization: Bearer KEY"
         )
     scheme, _, key = given[0].partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
+    if scheme.lower() != "bearer" or not key.strip() or len(key) > _MAX_KEY_CHARS:
         raise TenantUnknownError("the metadata authorization is not of the form Bearer KEY")
     return key.strip()
 

@@ -21,6 +21,7 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from router.assignments import Assignments
 from router.decode_link import DecodeLink
 from router.known_worker import KnownWorker, key_of
+from router.pace import Pace
 from router.views import WorkerView
 from router.watch import Watch, WatchState
 
@@ -53,6 +54,8 @@ class WorkerRegistry:
 
     channels: Channels
     max_buffered_events: int
+    # What a message to a client costs this process; see Pace.
+    message_s: float = 0.0
     assignments: Assignments = field(default_factory=Assignments)
     clock: Clock = monotonic
     _known: dict[WorkerKey, KnownWorker] = field(default_factory=dict)
@@ -129,6 +132,11 @@ class WorkerRegistry:
             for known in self._known.values()
         ]
 
+    @property
+    def num_streams(self) -> int:
+        """Sequences that decode workers have of this router."""
+        return sum(known.link.num_sequences for known in self._known.values() if known.link)
+
     def link(self, key: WorkerKey) -> DecodeLink | None:
         """The stream to a decode worker; None if it is gone."""
         known = self._known.get(key)
@@ -200,7 +208,10 @@ class WorkerRegistry:
         """Reads load reports; for a decode worker also the Decode stream. If one of the two ends, both do."""
         link = None
         if info.role == inference_pb2.WORKER_ROLE_DECODE:
-            link = DecodeLink(self.channels.get(watch.address), info.worker_id, self.max_buffered_events)
+            pace = Pace(self.message_s, lambda: self.num_streams)
+            link = DecodeLink(
+                self.channels.get(watch.address), info.worker_id, self.max_buffered_events, pace
+            )
         streams = [asyncio.create_task(self._read_loads(stub, watch, info, link))]
         if link is not None:
             streams.append(asyncio.create_task(link.run()))

@@ -84,13 +84,19 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @asynccontextmanager
-async def serve_fake_inference() -> AsyncIterator[FakeInference]:
-    """The service on a free port of loopback, with reflection."""
+async def serve_fake_inference(
+    credentials: grpc.ServerCredentials | None = None,
+) -> AsyncIterator[FakeInference]:
+    """The service on a free port of loopback, with reflection; with credentials over TLS."""
     service = FakeInference()
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     reflection.enable_server_reflection(["paceline.v1.InferenceService", reflection.SERVICE_NAME], server)
-    service.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    anywhere = "127.0.0.1:0"
+    port = (
+        server.add_secure_port(anywhere, credentials) if credentials else server.add_insecure_port(anywhere)
+    )
+    service.address = f"127.0.0.1:{port}"
     await server.start()
     yield service
     await server.stop(None)

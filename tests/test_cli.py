@@ -286,3 +286,9 @@ async def test_who_has_no_key_hears_how_to_give_one(fake_inference: FakeInferenc
     assert status == 2
     assert "API key" in err
     assert "not a key" not in err
+
+
+async def test_half_of_a_certificate_is_a_wrong_argument() -> None:
+    """Named before anything is sent."""
+    done = await _run("generate", "hi", "--tls-cert", "c.pem")
+    assert (done[0], "go together" in done[2]) == (2, True)

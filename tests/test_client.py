@@ -5,6 +5,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,8 +15,10 @@ from google.protobuf import any_pb2
 from google.rpc import status_pb2
 
 from paceline.client import PacelineClient, Prompt
+from paceline.client_channel import Tls
 from paceline.client_error import PacelineRpcError, from_rpc_error
 from paceline.v1 import inference_pb2
+from tests.certificates import Authority
 from tests.fake_inference import (
     ENDLESS,
     FLOOD,
@@ -296,3 +300,46 @@ async def test_what_cannot_be_a_key_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ValueError, match="API key") as caught:
         PacelineClient("127.0.0.1:1", api_key=key)
     assert key not in str(caught.value)
+
+
+async def test_a_server_that_speaks_tls_is_called_over_tls(tmp_path: Path) -> None:
+    """With its CA, and with a certificate where it wants one; its certificate has its host's name, or the one that is given."""
+    authority = Authority(tmp_path)
+    server, mine = authority.issue("server", "llm.example"), authority.issue("client")
+    credentials = grpc.ssl_server_credentials(
+        [(server.key.read_bytes(), server.cert.read_bytes())], authority.ca.read_bytes(), True
+    )
+    good = Tls(ca=authority.ca, cert=str(mine.cert), key=str(mine.key), server_name="llm.example")
+    async with serve_fake_inference(credentials) as service:
+        async with PacelineClient(service.address, tls=good) as client:
+            assert (await client.generate_text("one two")).text == "one two"
+        for wrong in (replace(good, server_name=None), replace(good, cert=None, key=None), Tls(), None):
+            async with PacelineClient(service.address, tls=wrong) as client:
+                with pytest.raises(PacelineRpcError) as caught:
+                    await client.tokenize("one")
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_several_servers_have_a_name_in_common(tmp_path: Path) -> None:
+    """A list of addresses is no name that a certificate could have: it is given, or the list is a name of DNS."""
+    authority = Authority(tmp_path)
+    server = authority.issue("server", "localhost")
+    pair = [(server.key.read_bytes(), server.cert.read_bytes())]
+    async with (
+        serve_fake_inference(grpc.ssl_server_credentials(pair)) as one,
+        serve_fake_inference(grpc.ssl_server_credentials(pair)) as two,
+    ):
+        both, (_, _, port) = f"{one.address},{two.address}", one.address.rpartition(":")
+        for address, name in ((both, "localhost"), (f"dns:localhost:{port}", None)):
+            async with PacelineClient(address, tls=Tls(ca=authority.ca, server_name=name)) as client:
+                assert await client.tokenize("ab") == (97, 98)
+        async with PacelineClient(both, tls=Tls(ca=authority.ca)) as client:
+            with pytest.raises(PacelineRpcError, match="erification"):
+                await client.tokenize("ab", timeout_s=5)
+
+
+def test_half_of_a_certificate_is_refused() -> None:
+    """A certificate without its key, and a key without its certificate."""
+    for half in ({"cert": "c.pem"}, {"key": "k.pem"}):
+        with pytest.raises(ValueError, match="go together"):
+            Tls(**half)

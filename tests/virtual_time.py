@@ -14,10 +14,15 @@ class _JumpingSelector(selectors.DefaultSelector):
     """Never waits: where a real loop would sleep, time has passed instead."""
 
     now_s = 0.0
+    quiet: "asyncio.Future[None] | None" = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if ready or timeout == 0:
+            return ready
+        if self.quiet is not None:
+            quiet, self.quiet = self.quiet, None
+            quiet.set_result(None)
             return ready
         assert timeout is not None, "a deadlock: everyone waits, and no timer is set"
         self.now_s += timeout
@@ -34,6 +39,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Seconds since the loop was made."""
         return self._virtual.now_s
+
+    async def settle(self) -> None:
+        """Returns when everybody has done what takes no time. One waits for that at a time."""
+        assert self._virtual.quiet is None
+        self._virtual.quiet = self.create_future()
+        await self._virtual.quiet
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:

@@ -93,7 +93,7 @@ async def _disturb(load: Load, faults: Faults, plan: Plan, say: Callable[[str], 
 
 async def _leaks(cluster: LocalCluster) -> list[str]:
     """Workers that are not idle although nobody asks for anything, after a while."""
-    channels = Channels()
+    channels = cluster.channels()
     try:
         checks = (_leak(channels, name, address) for name, address in cluster.worker_addresses.items())
         return [leak for leak in await asyncio.gather(*checks) if leak]

@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -43,29 +43,24 @@ class Fault:
     delay_s: float = 0.0
 
 
-def random_faults(seed: int, num_messages: int, *, max_faults: int = 3) -> tuple[Fault, ...]:
-    """Up to `max_faults` faults within a pull of `num_messages`; the same seed gives the same ones."""
-    rng = random.Random(seed)  # noqa: S311 (chance for tests, not secrets)
-    kinds = list(FaultKind)
-    return tuple(
-        Fault(rng.choice(kinds), rng.randrange(num_messages), rng.uniform(0.0, 25.0))
-        for _ in range(rng.randint(0, max_faults))
-    )
-
-
 class FaultyTransport:
-    """Passes everything on to the next transport, apart from its faults; every pull meets them anew."""
+    """Passes everything on to the next transport, apart from its faults; every pull meets them anew.
+
+    `struck` counts those that have happened: one behind a pull's end has not.
+    """
 
     def __init__(
         self,
         next_transport: KVTransport,
         faults: Sequence[Fault],
         *,
+        struck: Counter[FaultKind] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._next = next_transport
         self._faults = tuple(faults)
         self._kinds = frozenset(fault.kind for fault in faults)
+        self.struck = Counter() if struck is None else struck
         self._sleep = sleep
 
     async def pull(
@@ -79,12 +74,14 @@ class FaultyTransport:
                 faults = [fault for fault in self._faults if fault.at == index]
                 index += 1
                 if any(fault.kind is FaultKind.CUT for fault in faults):
+                    self.struck[FaultKind.CUT] += 1
                     return
                 await self._hold_up(faults)
-                sent = _damaged(message, faults)
+                sent = self._damaged(message, faults)
                 if any(fault.kind is FaultKind.REORDER for fault in faults):
                     late += sent
                     continue
+                self.struck[FaultKind.REORDER] += bool(late)
                 for damaged in (*sent, *late):
                     yield damaged
                 late.clear()
@@ -97,21 +94,26 @@ class FaultyTransport:
 
     async def renew(self, tickets: Sequence[KvTicket]) -> list[LeaseState]:
         """The next transport's answer, unless it is lost."""
-        if FaultKind.LOSE_RENEWALS in self._kinds:
+        if self._strikes(FaultKind.LOSE_RENEWALS):
             raise KvLostError("the renewal was lost, to plan")
         return await self._next.renew(tickets)
 
     async def release(self, ticket: KvTicket) -> LeaseState:
         """The next transport's answer, unless it or the question is lost."""
-        if FaultKind.LOSE_RELEASE in self._kinds:
+        if self._strikes(FaultKind.LOSE_RELEASE):
             raise KvLostError("the release was lost, to plan")
         state = await self._next.release(ticket)
-        if FaultKind.LOSE_RELEASE_ANSWER in self._kinds:
+        if self._strikes(FaultKind.LOSE_RELEASE_ANSWER):
             raise KvLostError("the answer to the release was lost, to plan")
         return state
 
+    def _strikes(self, kind: FaultKind) -> bool:
+        self.struck[kind] += kind in self._kinds
+        return kind in self._kinds
+
     async def _hold_up(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
+            self.struck[fault.kind] += fault.kind in _HOLDING_UP
             if fault.kind is FaultKind.DELAY:
                 await self._sleep(fault.delay_s)
             elif fault.kind is FaultKind.STALL:
@@ -121,13 +123,14 @@ class FaultyTransport:
             elif fault.kind is FaultKind.BREAK:
                 raise KvLostError("the stream broke, to plan")
 
-
-def _damaged(message: KvMessage, faults: Sequence[Fault]) -> list[KvMessage]:
-    sent = [message]
-    for fault in faults:
-        damage = _DAMAGE.get(fault.kind, _unharmed)
-        sent = [damaged for before in sent for damaged in damage(before)]
-    return sent
+    def _damaged(self, message: KvMessage, faults: Sequence[Fault]) -> list[KvMessage]:
+        sent = [message]
+        for fault in faults:
+            damage = _DAMAGE.get(fault.kind, _unharmed)
+            damaged = [after for before in sent for after in damage(before)]
+            self.struck[fault.kind] += damaged != sent
+            sent = damaged
+        return sent
 
 
 def _unharmed(message: KvMessage) -> list[KvMessage]:
@@ -169,6 +172,7 @@ def _misplaced(message: KvMessage) -> list[KvMessage]:
     return [message]
 
 
+_HOLDING_UP = (FaultKind.DELAY, FaultKind.STALL, FaultKind.BREAK_WAY, FaultKind.BREAK)
 _DAMAGE: dict[FaultKind, Callable[[KvMessage], list[KvMessage]]] = {
     FaultKind.DROP: _dropped,
     FaultKind.DUPLICATE: _duplicated,

@@ -5,10 +5,12 @@
     │   ├── BadPromptError             BAD_PROMPT
     │   ├── PromptTooLongError         PROMPT_TOO_LONG
     │   ├── BadSamplingError           BAD_SAMPLING
-    │   └── BadStopError               BAD_STOP
+    │   ├── BadStopError               BAD_STOP
+    │   └── BadFieldError              BAD_FIELD: a label of the request is too long
     ├── NotBuiltError              NOT_BUILT: a field whose feature does not exist yet
     ├── AccessError                who asks may not have this; nothing was computed
     │   ├── TenantUnknownError         TENANT_UNKNOWN: no API key, or one that nobody has
+    │   ├── PeerUnknownError           PEER_UNKNOWN: a call to a worker from outside of its cluster
     │   └── ScopeForbiddenError        SCOPE_FORBIDDEN: more than the tenant may ask for; a retry does not help
     ├── OverloadedError            come back later; carries retry_after_s
     │   ├── QueueFullError             QUEUE_FULL
@@ -70,7 +72,7 @@ class PromptTooLongError(InvalidRequestError):
         return {"limit": str(self.limit), "given": str(self.given), "unit": self.unit}
 
 
-class _FieldError(InvalidRequestError):
+class _FieldError(Exception):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
         self.field = field
@@ -79,16 +81,22 @@ class _FieldError(InvalidRequestError):
         return {"field": self.field}
 
 
-class BadSamplingError(_FieldError):
+class BadSamplingError(_FieldError, InvalidRequestError):
     """A sampling field is out of its range."""
 
     reason = "BAD_SAMPLING"
 
 
-class BadStopError(_FieldError):
+class BadStopError(_FieldError, InvalidRequestError):
     """A stop condition is out of its range."""
 
     reason = "BAD_STOP"
+
+
+class BadFieldError(_FieldError, InvalidRequestError):
+    """A field or metadata that has nothing to do with sampling or stopping passes a limit."""
+
+    reason = "BAD_FIELD"
 
 
 class NotBuiltError(PacelineError):
@@ -114,17 +122,16 @@ class TenantUnknownError(AccessError):
     reason = "TENANT_UNKNOWN"
 
 
-class ScopeForbiddenError(AccessError):
+class PeerUnknownError(AccessError):
+    """A call to an internal service has not shown that it comes from its cluster."""
+
+    reason = "PEER_UNKNOWN"
+
+
+class ScopeForbiddenError(_FieldError, AccessError):
     """The tenant may never have what `field` asks for."""
 
     reason = "SCOPE_FORBIDDEN"
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field} {problem}")
-        self.field = field
-
-    def facts(self) -> dict[str, str]:
-        return {"field": self.field}
 
 
 class OverloadedError(PacelineError):

@@ -10,6 +10,10 @@ LeaseId = NewType("LeaseId", str)
 BootEpoch = NewType("BootEpoch", int)
 
 
+# Of names that callers give to what is theirs.
+MAX_LABEL_CHARS = 256
+
+
 class SequenceId(NamedTuple):
     """One attempt at one request; a retry is another sequence, so that stale work is told apart."""
 
@@ -174,6 +178,8 @@ class RequestLimits:
     max_stop_count: int = 16
     max_stop_chars: int = 256
     max_logit_bias: int = 1024
+    # Of what a caller names its request.
+    max_label_chars: int = MAX_LABEL_CHARS
 
     @property
     def max_prompt_tokens(self) -> int:

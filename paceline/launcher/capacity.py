@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import grpc
 
+from paceline.runtime.channels import Channels
 from paceline.runtime.memory import shown_bytes
 from paceline.v1 import worker_pb2
 from paceline.v1.worker_pb2_grpc import WorkerServiceStub
@@ -12,9 +13,12 @@ _ANSWER_S = 10.0
 _REQUEST_TOKENS = 2048  # of what num_2k_requests counts
 
 
-async def capacity_lines(addresses: Mapping[str, str]) -> list[str]:
-    """A line for each worker, by name, and one for the longest request."""
-    infos = {name: await _info(address) for name, address in addresses.items()}
+async def capacity_lines(addresses: Mapping[str, str], channels: Channels) -> list[str]:
+    """A line for each worker, by name, and one for the longest request. The channels are closed."""
+    try:
+        infos = {name: await _info(channels.get(address)) for name, address in addresses.items()}
+    finally:
+        await channels.aclose()
     known = [info for info in infos.values() if info is not None]
     return [
         *(_worker_line(name, info) for name, info in infos.items()),
@@ -22,13 +26,12 @@ async def capacity_lines(addresses: Mapping[str, str]) -> list[str]:
     ]
 
 
-async def _info(address: str) -> worker_pb2.GetInfoResponse | None:
+async def _info(channel: grpc.aio.Channel) -> worker_pb2.GetInfoResponse | None:
     """None for a worker that has just died: it will come back, and these lines are no reason to stop."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        try:
-            return await WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=_ANSWER_S)
-        except grpc.aio.AioRpcError:
-            return None
+    try:
+        return await WorkerServiceStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=_ANSWER_S)
+    except grpc.aio.AioRpcError:
+        return None
 
 
 def _worker_line(name: str, info: worker_pb2.GetInfoResponse | None) -> str:

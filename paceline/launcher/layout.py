@@ -42,6 +42,15 @@ class Layout:
         return self.run_dir / "redis.url"
 
     @property
+    def token_file(self) -> Path:
+        """The secret of this cluster's processes."""
+        return self.run_dir / "cluster.token"
+
+    def plain_router_address(self, router: str) -> str:
+        """Where a router serves this user without TLS, whatever it asks of its clients."""
+        return f"unix:{self.run_dir / router}.sock"
+
+    @property
     def redis_socket(self) -> Path:
         return self.run_dir / "redis.sock"
 
@@ -64,6 +73,12 @@ class Layout:
     def local_router_address(self, router: str) -> str:
         """A router's address for a client on this machine."""
         return join_host(local_host(self.config.host), self.ports[router])
+
+    def probed_router_address(self, router: str) -> str:
+        """Where we ask it whether it serves."""
+        if self.config.public_tls.check():
+            return self.plain_router_address(router)
+        return self.local_router_address(router)
 
     @property
     def prefill(self) -> tuple[str, ...]:

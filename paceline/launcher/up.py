@@ -69,7 +69,7 @@ async def _until_told(cluster: LocalCluster, config: UpConfig, started: float) -
 async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> None:
     async with cluster:
         # Asked before anybody hears of "ready": a channel that is open when its server stops says so on our stderr.
-        held = await capacity_lines(cluster.worker_addresses)
+        held = await capacity_lines(cluster.worker_addresses, cluster.channels())
         took_s = time.monotonic() - started
         _say(
             f"ready: {', '.join(cluster.router_addresses)}, {config.model}, {config.shape}, after {took_s:.1f} s"
@@ -78,13 +78,16 @@ async def _serve(cluster: LocalCluster, config: UpConfig, started: float) -> Non
             f"  metrics of {name}: http://{at}/metrics" for name, at in cluster.metrics_addresses.items()
         ]
         _say("\n".join([*held, *metrics, ""]))
-        _say(_how_to_call(cluster.address, has_template=has_chat_template(cluster.layout.model)))
+        has_template = has_chat_template(cluster.layout.model)
+        _say(_how_to_call(cluster.address, has_template=has_template, has_tls=config.public_tls.check()))
         raise await cluster.until_lost()
 
 
-def _how_to_call(address: str, *, has_template: bool) -> str:
+def _how_to_call(address: str, *, has_template: bool, has_tls: bool) -> str:
     port = address.rpartition(":")[2]
     flag = "" if port == "50051" else f" --address {address}"
+    flag += " --tls-ca CA.pem" if has_tls else ""
+    plain = "-cacert CA.pem" if has_tls else "-plaintext"
     ask = f"""\
   ./run generate{flag} "What is the capital of France?"
   ./run chat{flag}"""
@@ -92,7 +95,7 @@ def _how_to_call(address: str, *, has_template: bool) -> str:
     go_on = f'  ./run generate{flag} --raw "Once upon a time"'
     return f"""\
 {ask if has_template else go_on}
-  grpcurl -plaintext -d '{{"text": "Once upon a time"}}' {address} paceline.v1.InferenceService/Generate
+  grpcurl {plain} -d '{{"text": "Once upon a time"}}' {address} paceline.v1.InferenceService/Generate
 
 Ctrl-C stops everything."""
 

@@ -4,6 +4,8 @@ import asyncio
 
 import grpc
 
+from paceline.runtime.membership import Membership
+
 # A call may be silent for long (a prefill of thousands of tokens); pings tell a slow peer from a dead one.
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -22,17 +24,24 @@ _RECONNECT_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Channels:
-    """Channels by address (`host:port` or `unix:/path`), closed together."""
+    """Channels by address (`host:port` or `unix:/path`), closed together. Their calls prove membership in the cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership | None = None) -> None:
+        self._membership = membership or Membership()
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._retired: list[grpc.aio.Channel] = []
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """The channel to `address`; connecting happens at the first call."""
+        """The channel to `address`; connecting happens at the first call. Raises PeerLostError, see Membership.open_channel."""
         if address not in self._channels:
             options = (*KEEPALIVE_OPTIONS, *_RECONNECT_OPTIONS)
-            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+            self._channels[address] = self._membership.open_channel(address, options)
         return self._channels[address]
+
+    def renew(self) -> None:
+        """Who asks from now on gets new channels, with the certificates of now. Calls under way go on over the old ones."""
+        self._retired += self._channels.values()
+        self._channels = {}
 
     async def drop(self, address: str) -> None:
         """Closes the channel to an address where nobody is any more; calls under way end as cancelled."""
@@ -42,5 +51,6 @@ class Channels:
 
     async def aclose(self) -> None:
         """Closes every channel; calls under way end as cancelled."""
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
+        channels = [*self._channels.values(), *self._retired]
+        self._channels, self._retired = {}, []
+        await asyncio.gather(*(channel.close() for channel in channels))

@@ -7,6 +7,7 @@ no service and no setting.
 
 import argparse
 import dataclasses
+import inspect
 import math
 import sys
 import tomllib
@@ -125,8 +126,13 @@ def _wants_its_file(cls: type[Any]) -> bool:
 
 
 def _fields(cls: type[Any]) -> "tuple[dataclasses.Field[Any], ...]":
-    """The settings; `config` names the file and cannot stand in it."""
-    return tuple(field for field in dataclasses.fields(cls) if field.name != "config")
+    """The settings, a class's own before those that it inherits; `config` names the file and cannot stand in it."""
+    settings = (field for field in dataclasses.fields(cls) if field.name != "config")
+    return tuple(sorted(settings, key=lambda field: _depth(cls, field.name)))
+
+
+def _depth(cls: type[Any], name: str) -> int:
+    return next(depth for depth, each in enumerate(cls.__mro__) if name in inspect.get_annotations(each))
 
 
 def _value_type(cls: type[Any], name: str) -> type:

@@ -13,6 +13,9 @@ from grpc_status import rpc_status
 from paceline.core import errors
 
 DOMAIN = "paceline"
+# What gRPC says where one side speaks TLS and the other does not, or one does not trust the other.
+_NOT_LET_IN = ("Socket closed", "handshake failed", "erification")
+_CHECK_TLS = "do both sides have --cluster-tls-cert, signed by one CA, for the name that is called?"
 
 # The first class that an error is an instance of decides.
 _CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
@@ -20,6 +23,7 @@ _CODES: tuple[tuple[type[errors.PacelineError], grpc.StatusCode], ...] = (
     (errors.NotBuiltError, grpc.StatusCode.UNIMPLEMENTED),
     (errors.UnsupportedModelError, grpc.StatusCode.UNIMPLEMENTED),
     (errors.TenantUnknownError, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.PeerUnknownError, grpc.StatusCode.UNAUTHENTICATED),
     (errors.AccessError, grpc.StatusCode.PERMISSION_DENIED),
     (errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
@@ -53,7 +57,15 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.PacelineErr
     info = _error_info(error)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(info.metadata.get("phase", "prefill"))
-    return error_from_reason(info.reason, error.details() or error.code().name, peer, dict(info.metadata))
+    return error_from_reason(info.reason, _said(error), peer, dict(info.metadata))
+
+
+def _said(error: grpc.aio.AioRpcError) -> str:
+    """The status' own words; of a peer that is there and does not let us in, also what may be wrong."""
+    said = error.details() or error.code().name
+    # To hear that nobody listens is another thing: "Connection refused".
+    hangs_up = said.startswith("failed to connect") and any(word in said for word in _NOT_LET_IN)
+    return f"{said} ({_CHECK_TLS})" if hangs_up else said
 
 
 # What a process of ours may hear from another and understand: made of its message, its name and its facts.

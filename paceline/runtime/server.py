@@ -6,7 +6,7 @@ It knows no service; what it serves is added by the caller.
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,28 +15,46 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.runtime.channels import KEEPALIVE_OPTIONS
-from paceline.runtime.log import get_logger
+from paceline.runtime.log import get_logger, on_unhandled
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _LIVENESS = "liveness"
+MAX_METADATA_BYTES = 16 << 10
 
 log = get_logger()
 
 
 class GrpcServer:
-    """A server on one address; not serving until told so."""
+    """A server on one address; not serving until told so. With `credentials` it speaks TLS, and `interceptors` see each call first.
 
-    def __init__(self, listen: str, *, max_receive_bytes: int = 4 << 20) -> None:
+    What can also be reached at `plain_listen` is the same, without TLS.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        max_receive_bytes: int = 4 << 20,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        plain_listen: str = "",
+    ) -> None:
         options = (
             *KEEPALIVE_OPTIONS,
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # Of a message as it is written, and again of what it is once it is decompressed.
             ("grpc.max_receive_message_length", max_receive_bytes),
+            # All metadata of a call together. The two apart would refuse what lies between them by chance.
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             # Without this two servers can share one port, and each gets half of the calls.
             ("grpc.so_reuseport", 0),
         )
         self.listen = listen
-        self.grpc = grpc.aio.server(options=options)
+        self._plain_listen = plain_listen
+        self._credentials = credentials
+        self.grpc = grpc.aio.server(options=options, interceptors=tuple(interceptors))
         self._health = HealthServicer()
         self._services: tuple[str, ...] = ()
 
@@ -48,13 +66,19 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self.grpc)
         await self.set_serving(serving=False)
         await self._health.set(_LIVENESS, _SERVING)
-        try:
-            self.grpc.add_insecure_port(self.listen)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {self.listen}: is the port in use? choose another"
-            ) from error
+        self._bind(self.listen, self._credentials)
+        if self._plain_listen:
+            self._bind(self._plain_listen, None)
         await self.grpc.start()
+
+    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> None:
+        try:
+            if credentials is None:
+                self.grpc.add_insecure_port(address)
+            else:
+                self.grpc.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: is the port in use? choose another") from error
 
     async def set_serving(self, *, serving: bool) -> None:
         """What readiness says: for the whole server ("") and for each service."""
@@ -88,6 +112,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_unhandled)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await main(stop)

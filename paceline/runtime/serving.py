@@ -59,20 +59,22 @@ def check_serving(settings: Serving) -> None:
     MemorySize.parse(settings.kv_memory, "--kv-memory")
 
 
-def check_open(listen: str, tenants: str | None, *, allow_anonymous: bool) -> None:
+def check_open(
+    listen: str, tenants: str | None, *, allow_anonymous: bool, asks_for_certificate: bool = False
+) -> None:
     """Raises ConfigError for a door that is open to other machines and asks nobody for a key, unless that is what was asked for."""
     if tenants and allow_anonymous:
         raise ConfigError(
             "--allow-anonymous contradicts --tenants, with which each call needs a key; leave one out"
         )
-    if not tenants and not allow_anonymous and not _is_private(listen):
+    if not (tenants or allow_anonymous or asks_for_certificate or is_private(listen)):
         raise ConfigError(
             f"on {listen} others than this machine can reach the server, and without keys it serves everybody; "
-            "name its tenants with --tenants, or say --allow-anonymous"
+            "name its tenants with --tenants, ask for certificates with --tls-client-ca, or say --allow-anonymous"
         )
 
 
-def _is_private(listen: str) -> bool:
+def is_private(listen: str) -> bool:
     """Whether nobody but this machine reaches an address."""
     if listen.startswith(("unix:", "unix-abstract:")):
         return True

@@ -6,6 +6,7 @@ import secrets
 from google.protobuf.message import DecodeError
 
 from paceline.core.errors import (
+    BadFieldError,
     BadPromptError,
     BadSamplingError,
     BadStopError,
@@ -49,7 +50,7 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         prompt=_parse_prompt(message, limits),
         sampling=_parse_sampling(message.sampling, limits),
         stopping=_parse_stopping(message.stopping, limits),
-        client_request_id=message.client_request_id,
+        client_request_id=_parse_label(message, limits),
         bypass_cache=message.cache.bypass,
         public_prefix=message.cache.public_prefix if message.cache.HasField("public_prefix") else None,
         num_top_logprobs=_parse_logprobs(message),
@@ -57,6 +58,14 @@ def parse_generate(raw: bytes, limits: RequestLimits) -> Request:
         n=_parse_n(message, limits),
         priority=_parse_priority(message),
     )
+
+
+def _parse_label(message: inference_pb2.GenerateRequest, limits: RequestLimits) -> str:
+    given = len(message.client_request_id)
+    if given > limits.max_label_chars:
+        problem = f"has {given} characters, and the limit is {limits.max_label_chars}"
+        raise BadFieldError("client_request_id", problem)
+    return message.client_request_id
 
 
 def parse_tokenize(raw: bytes, limits: RequestLimits) -> Prompt:

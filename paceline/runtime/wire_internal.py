@@ -7,6 +7,7 @@ from paceline.core.errors import InvariantError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import PrefixHint, PrefixOwner
 from paceline.core.request import (
+    MAX_LABEL_CHARS,
     BootEpoch,
     FinishReason,
     FirstToken,
@@ -21,6 +22,9 @@ from paceline.core.request import (
 )
 from paceline.core.ticket import KvTicket
 from paceline.v1 import decode_pb2, engine_pb2, generation_pb2, inference_pb2, prefill_pb2
+
+# More than any router asks for; each is a sequence of its own.
+_MAX_CANDIDATES = 256
 
 _FINISH_TO_PROTO = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -217,6 +221,10 @@ def spec_from_proto(context: engine_pb2.CallContext, sequence: engine_pb2.Sequen
     )
     if not spec.prompt_ids or spec.max_tokens <= len(spec.output_ids):
         raise InvariantError(f"sequence {spec.sequence_id} has an empty prompt or no output token left")
+    if max(map(len, (context.request_id, context.tenant, context.cache_scope))) > MAX_LABEL_CHARS:
+        raise InvariantError(f"a name of sequence {spec.sequence_id.attempt} is too long")
+    if len(spec.candidates) > _MAX_CANDIDATES:
+        raise InvariantError(f"sequence {spec.sequence_id} has more than {_MAX_CANDIDATES} candidates")
     if not spec.candidates or spec.candidates != tuple(sorted(set(spec.candidates))):
         raise InvariantError(f"sequence {spec.sequence_id} has no candidates, or not in ascending order")
     return spec

@@ -7,13 +7,14 @@ from paceline.core.kv_layout import KV_TYPES
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.addresses import require_reachable
+from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
 from paceline.runtime.serving import check_serving
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(ClusterSettings):
     """One worker. A setting's name is its flag and its key in the config file."""
 
     listen: str = option("127.0.0.1:0", "address to serve on: host:port, or unix:/path")
@@ -120,6 +121,7 @@ class WorkerConfig:
         if self.num_blocks < 0:
             raise ConfigError(f"--num-blocks {self.num_blocks} is negative; 0: not set")
         check_serving(self)
+        check_cluster(self, listen=self.listen)
         if self.redis:
             parse_redis_url(self.redis)
         self._check_registration()

@@ -9,10 +9,12 @@ import grpc
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from paceline.core.errors import InvariantError
 from paceline.prefix_index.registration import Tier
+from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
 from paceline.runtime.memory import keep_freed_memory
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
+from paceline.runtime.reload import reload_certificates, reloading
 from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -50,13 +52,19 @@ def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service
 async def _serve(
     config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService, stop: asyncio.Event
 ) -> None:
-    server = GrpcServer(config.listen)
+    membership = config.membership()
+    channels = Channels(membership)
+    server = GrpcServer(
+        config.listen,
+        credentials=membership.server_credentials(),
+        interceptors=membership.interceptors(),
+    )
     prefixes = read_pinned(config.pinned_prefixes)
     loaded = await asyncio.to_thread(load_runner, config)
     plan = plan_pinned(
         prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
     )
-    async with open_worker(config, loaded) as worker:
+    async with open_worker(config, loaded, channels) as worker:
         name = add_service(server.grpc, worker)
         add_kv_transfer_service(KvTransferServicer(worker.sender, Lender(worker)), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
@@ -65,10 +73,12 @@ async def _serve(
         async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
             await pin_unless_stopped(worker, plan, stop)
             await server.start([name, *_SHARED_SERVICES])
+            renew = partial(reload_certificates, "cluster", membership, channels.renew)
             async with registered(config, worker, _TIERS[role]):
                 await server.set_serving(serving=True)
-                log.info("serving", address=config.listen)
-                await _until_stopped(worker, stop)
+                log.info("serving", address=config.listen, tls=membership.encrypts)
+                with reloading([renew] if membership.encrypts else []):
+                    await _until_stopped(worker, stop)
                 await _shut_down(server, worker, config.grace_s)
 
 

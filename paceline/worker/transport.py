@@ -20,7 +20,8 @@ log = get_logger()
 class WorkerTransport:
     """One worker's way out and in. Raises ConfigError for a setting that cannot work on this machine.
 
-    `agent` is a name that no other worker and no other life of this one has; `is_read` says whether others may be reading.
+    `agent` is a name that no other worker and no other life of this one has; `is_read` says whether others may be reading. NIXL does
+    not encrypt: with `must_encrypt` it has to be asked for by name.
     """
 
     def __init__(
@@ -32,11 +33,15 @@ class WorkerTransport:
         *,
         agent: str,
         is_read: Callable[[], bool],
+        must_encrypt: bool = False,
     ) -> None:
         is_auto, pool = kv_transport == _AUTO, memory.pool
         shared = pool.offer if pool is not None and (is_auto or kv_transport == SharedMemory.name) else None
         nixl: Nixl | None = None
-        if pool is not None and ((is_auto and Nixl.is_installed()) or kv_transport == Nixl.name):
+        is_installed = is_auto and Nixl.is_installed()
+        if pool is not None and wants_nixl(
+            kv_transport, is_installed=is_installed, must_encrypt=must_encrypt
+        ):
             nixl = _open_nixl(
                 lambda: Nixl.open(agent, pool, memory.block_bytes, grpc, is_read), is_required=not is_auto
             )
@@ -51,6 +56,11 @@ class WorkerTransport:
         self.receiving = NegotiatedTransport(grpc, ways, is_required=is_required)
         self.on_read: Callable[[], None] = (lambda: None) if nixl is None else nixl.expect_readers
         self.offer = MemoryOffer(num_blocks, memory.block_bytes, shared, None if nixl is None else nixl.offer)
+
+
+def wants_nixl(kv_transport: str, *, is_installed: bool, must_encrypt: bool) -> bool:
+    """Whether blocks may pass by NIXL: where it is asked for, and else where it is there and need not encrypt, which it does not."""
+    return kv_transport == Nixl.name or (kv_transport == _AUTO and is_installed and not must_encrypt)
 
 
 def _open_nixl(open_nixl: Callable[[], Nixl], *, is_required: bool) -> Nixl | None:

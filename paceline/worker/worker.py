@@ -111,8 +111,14 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterator[Worker]:
-    """The parts of one worker, running; stopped in the opposite order. Both tiers answer each Recall."""
+async def open_worker(
+    config: WorkerConfig, loaded: LoadedRunner, channels: Channels | None = None
+) -> AsyncIterator[Worker]:
+    """The parts of one worker, running; stopped in the opposite order. Both tiers answer each Recall.
+
+    `channels` are to other workers, and are closed in the end.
+    """
+    channels = channels or Channels()
     # Every container has a process with number 1: without the host, all of them would be one point on the ring.
     worker_id = config.worker_id or f"worker-{socket.gethostname()}-{os.getpid()}"
     key = WorkerKey(WorkerId(worker_id), BootEpoch(secrets.randbits(64)))
@@ -127,7 +133,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         on_failure=lambda _: failed.set(),
     )
     leases = LeaseTable(_release_leased(engine), ttl_s=config.lease_ttl_s)
-    memory, fingerprint, channels = loaded.runner.memory, loaded.fingerprint, Channels()
+    memory, fingerprint = loaded.runner.memory, loaded.fingerprint
     transport = WorkerTransport(
         config.kv_transport,
         GrpcTransport(channels, fingerprint),
@@ -135,6 +141,7 @@ async def open_worker(config: WorkerConfig, loaded: LoadedRunner) -> AsyncIterat
         loaded.capacity.num_blocks,
         agent=f"{key.worker_id}-{key.boot_epoch:016x}",
         is_read=lambda: leases.stats().num_active > 0,
+        must_encrypt=bool(config.cluster_tls_cert),
     )
     keep_alive = KeepAlive(transport.receiving)
     loans = KVReceiver(transport.receiving, memory, fingerprint, _LOAN_TIMES, keep_alive=keep_alive)

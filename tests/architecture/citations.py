@@ -22,6 +22,7 @@ FOREIGN = frozenset(
         "ssl_keyfile",
         "ssl_cert_reqs",
         "ssl_check_hostname",
+        "GRPC_TRACE",
     }
 )
 FOREIGN_FLAGS = frozenset({"--help", "--index-url"})

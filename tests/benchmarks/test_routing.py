@@ -65,4 +65,6 @@ def test_a_few_beginnings_of_zipf_traffic_are_popular() -> None:
 def test_all_who_name_policies_name_the_same() -> None:
     """The launcher imports no service, and says again which there are."""
     assert tuple(POLICIES) == PLACEMENTS
-    assert UpConfig().placement == RouterConfig(model="m", decode="d").placement == ClusterSpec().placement
+    assert (
+        UpConfig().placement == RouterConfig(model="m", decode="unix:d").placement == ClusterSpec().placement
+    )

@@ -13,7 +13,8 @@ import grpc
 from paceline.client import PacelineClient
 from paceline.core.request import SamplingParams
 from paceline.engine.fake import fake_next_token
-from paceline.launcher.cluster import LocalCluster, worker_command
+from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.commands import worker_command
 from paceline.launcher.config import UpConfig
 from paceline.launcher.probes import serving
 from paceline.launcher.process import ManagedProcess, ProcessSpec
@@ -130,8 +131,8 @@ async def running_cluster(
     config = UpConfig(config=str(config_file), port=0, **options)
     said: asyncio.Queue[str] = asyncio.Queue()
     local = LocalCluster(config, model, say=said.put_nowait, policy=RestartPolicy(max_attempts=0))
-    channels = Channels()
     async with local, PacelineClient(local.address) as client:
+        channels = local.channels()
         try:
             yield Cluster(local, client, channels, said)
         finally:

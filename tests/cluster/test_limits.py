@@ -82,7 +82,7 @@ async def test_what_is_held_is_said_at_start(cluster: Cluster) -> None:
     event = loaded(cluster, "decode-0")
     assert (event["num_blocks"], event["num_kv_tokens"], event["num_2k_requests"]) == (70, 1000, 10)
     assert event["kv_bytes"] == 70 * event["block_bytes"]
-    lines = await capacity_lines(cluster.local.worker_addresses)
+    lines = await capacity_lines(cluster.local.worker_addresses, cluster.local.channels())
     assert lines[1] == "  decode-0: 70 KV blocks (8.75 KiB), 1,000 tokens, 10 requests of 100 at once"
     assert lines[2].startswith(
         "  longest request: 100 tokens, prompt and output together; the model could take 2,048"

@@ -70,6 +70,12 @@ REFUSALS: dict[str, tuple[bytes, grpc.StatusCode, str]] = {
     "21 logprobs": (request(logprobs=generation_pb2.LogprobOptions(num_top=21)), INVALID, "BAD_SAMPLING"),
     "bias on an unknown token": (sampling(logit_bias={VOCAB_SIZE: 1.0}), INVALID, "BAD_SAMPLING"),
     "min_tokens over max_tokens": (stopping(min_tokens=9, max_tokens=8), INVALID, "BAD_STOP"),
+    "a label of a page": (request(client_request_id="x" * 257), INVALID, "BAD_FIELD"),
+    "bias on all tokens and more": (
+        sampling(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        INVALID,
+        "BAD_SAMPLING",
+    ),
     "unknown priority": (request(priority=99), INVALID, "BAD_SAMPLING"),
     "unknown public prefix": (
         request(cache=inference_pb2.CacheOptions(public_prefix="x")),

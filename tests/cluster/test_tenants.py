@@ -12,6 +12,8 @@ import pytest
 
 from paceline.client import Completion, GenerateOptions, PacelineClient, Priority
 from paceline.client_error import PacelineRpcError
+from paceline.v1 import generation_pb2, inference_pb2
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from router.tenants import new_key
 from tests.cluster.scraping import scrape, series
 from tests.cluster.support import PATIENCE_S, Cluster, fake_tokens, running_cluster
@@ -85,6 +87,45 @@ async def test_tenants_do_not_see_each_others_cache(tmp_path: Path, tiny_tokeniz
         assert ACME not in logs
         assert OTHER not in logs
         assert ACME_HASH.removeprefix("sha256:") not in logs
+
+
+async def test_what_a_client_claims_changes_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Another tenant's name, a salt, a token of a cluster, a request id: the key alone says whose blocks are shared and who is charged."""
+    claims = tuple(
+        (name, value)
+        for value in ("acme", "public:96:", "x" * 64)
+        for name in (
+            *(
+                "paceline-tenant",
+                "tenant",
+                "paceline-cache-scope",
+                "cache_scope",
+                "paceline-cache-salt",
+                "cache-salt",
+            ),
+            *("paceline-cluster-token", "paceline-request-id", "x-request-id", "paceline-tenant-weight"),
+        )
+    )
+    message = inference_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        sampling=generation_pb2.SamplingParams(temperature=0),
+        stopping=generation_pb2.StopConditions(max_tokens=4, ignore_eos=True),
+    )
+    async with tenant_cluster(tmp_path, tiny_tokenizer_dir, tenants_file(tmp_path)) as (cluster, acme, _):
+        assert [await cached(acme), await cached(acme)] == [0, 96]
+        async with grpc.aio.insecure_channel(cluster.address) as channel:
+            for expected in (0, 96):
+                call = InferenceServiceStub(channel).Generate(
+                    message, metadata=(("authorization", f"Bearer {OTHER}"), *claims), timeout=60
+                )
+                events = [event async for event in call]
+                token_ids = tuple(token for event in events for token in event.delta.token_ids)
+                assert token_ids == fake_tokens(PROMPT, 4, VOCAB_SIZE, None)
+                assert events[-1].finish.usage.cached_tokens == expected
+                assert len(bytes.fromhex(events[0].accepted.request_id)) == 16
+        logs = cluster.logs()
+        assert logs.count('"tenant": "other"') == 2
+        assert "x" * 64 not in logs
 
 
 async def test_without_a_key_nothing_is_served(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

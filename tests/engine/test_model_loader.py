@@ -1,6 +1,7 @@
 """A directory becomes a model that we can serve, or is refused with the reason."""
 
 import json
+import pickle
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -58,12 +59,36 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_are_no_safetensors_are_refused(directory: Path, tmp_path: Path) -> None:
-    """A pickle can run code, so it is not read."""
+class Evil:
+    """Leaves a file behind when its pickle is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._file,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.pt", "model.pt", "model.ckpt"])
+def test_weights_that_are_no_safetensors_are_refused(directory: Path, tmp_path: Path, name: str) -> None:
+    """A pickle can run code, so it is not read, wherever it lies and whatever is in it."""
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    ran, evil = tmp_path / "ran", pickle.dumps(Evil(tmp_path / "ran"))
+    (tmp_path / name).write_bytes(evil)
     with pytest.raises(ConfigError):
         load_model(tmp_path, "float32", 4)
+    assert not ran.exists()
+    pickle.loads(evil)
+    assert ran.exists()
+
+
+def test_a_pickle_beside_safetensors_is_left_alone(directory: Path, tmp_path: Path) -> None:
+    """The model is loaded, and the pickle is not read."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    load_model(tmp_path, "float32", 4)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_code_out_of_the_directory_is_not_run(directory: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ What passes between workers takes time, and may be lost, damaged or late, to pla
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from kvtransfer.transports.faulty import Fault, FaultKind, FaultyTransport
 from kvtransfer.transports.late import LateTransport
 from kvtransfer.transports.local import LocalTransport
 from paceline.core.block_hash import BlockHash
-from paceline.core.errors import InvariantError, KvLostError, PacelineError
+from paceline.core.errors import InvariantError, KvLostError, PacelineError, PeerLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixHint, PrefixOwner, WorkerKey
@@ -51,7 +51,7 @@ from prefill_service.service import _Prefill
 from tests.decode_service.pair import submit_message
 from tests.engine.harness import VOCAB_SIZE, oracle
 from tests.factories import BLOCK_SIZE, FINGERPRINT
-from tests.virtual_time import virtual_clock
+from tests.virtual_time import VirtualTimeLoop, virtual_clock
 
 # Two heartbeats.
 TTL_S = 12.0
@@ -70,6 +70,8 @@ class SteppedEngine(AsyncEngine):
 
     def step(self) -> None:
         """Takes what it was told, and one step."""
+        if self._commands.empty() and not self._engine.has_work():
+            return
         assert self._apply_commands(wait=False)
         result = self._engine.step() if self._engine.has_work() else None
         self._deliver(result, self._engine.stats())
@@ -170,6 +172,7 @@ class Line:
         """As the sender's, unless it is lost."""
         if self._cluster.num_renewals_to_lose:
             self._cluster.num_renewals_to_lose -= 1
+            self._cluster.struck[FaultKind.LOSE_RENEWALS] += 1
             raise KvLostError("the renewal was lost, to plan")
         sender = self._answering(tickets[0])
         return sender.renew([ticket.lease_id for ticket in tickets], tickets[0].boot_epoch)
@@ -177,8 +180,7 @@ class Line:
     async def release(self, ticket: KvTicket) -> LeaseState:
         """As the sender's, unless it or its answer is lost."""
         await asyncio.sleep(LATENCY_S)
-        lost = self._cluster.releases_to_lose
-        fault = lost.popleft() if lost else None
+        fault = self._cluster.next_loss()
         if fault is FaultKind.LOSE_RELEASE:
             raise KvLostError("the release was lost, to plan")
         (state,) = self._answering(ticket).release([ticket.lease_id], ticket.boot_epoch)
@@ -207,7 +209,8 @@ class Network(Line):
         faults, self._cluster.faults = self._cluster.faults, []
         way = self._engine(self._cluster.lives[ticket.owner_address]) if self._cluster.is_in_place else self
         pull = way.pull if isinstance(way, LateTransport) else super().pull
-        return FaultyTransport(_Pulling(pull), faults).pull(ticket, held_hashes, into)
+        damaged = FaultyTransport(_Pulling(pull), faults, struck=self._cluster.struck)
+        return damaged.pull(ticket, held_hashes, into)
 
     def settling(self, into: Sequence[BlockId]) -> "asyncio.Future[None] | None":
         """What an engine still writes."""
@@ -316,7 +319,7 @@ class Trip:
         while self.is_placed and self._heard:
             self._hear_prefill(self._heard.pop(0))
         if self.is_placed and (self.decode.is_dead or (self.prefill.is_dead and not self._is_prefilled)):
-            self.fail("a worker died")
+            self.fail(PeerLostError.reason)
         while self.is_placed and self._is_prefilled and self._events:
             self._hear_decode(self._events.pop(0))
 
@@ -399,6 +402,9 @@ class SmallCluster:
         self.faults: list[Fault] = []
         self.releases_to_lose: deque[FaultKind] = deque()
         self.num_renewals_to_lose = 0
+        # What has gone wrong, and who has died in the midst of a hand-over.
+        self.struck: Counter[FaultKind] = Counter()
+        self.deaths: list[str] = []
         self.reasons: list[str] = []
         # What nobody has caught.
         self.errors: list[object] = []
@@ -472,6 +478,8 @@ class SmallCluster:
     def kill(self, name: str) -> None:
         """The worker is gone from one moment to the next, and another life of it begins."""
         life = self.lives[name]
+        if life.session._hand_overs or life.worker.leases.stats().num_active:
+            self.deaths.append(name)
         life.is_dead = True
         life.network.is_cut = True
         life.sweeper.cancel()
@@ -479,9 +487,17 @@ class SmallCluster:
             task.cancel()
         self.lives[name] = self._make(name)
 
+    def next_loss(self) -> FaultKind | None:
+        """What becomes of the release that is sent now."""
+        if not self.releases_to_lose:
+            return None
+        kind = self.releases_to_lose.popleft()
+        self.struck[kind] += 1
+        return kind
+
     def release_for_router(self, life: Life, sequence_id: SequenceId) -> None:
         """As LeaseRelease does, unless it is lost."""
-        if self.releases_to_lose and self.releases_to_lose.popleft() is FaultKind.LOSE_RELEASE:
+        if self.next_loss() is FaultKind.LOSE_RELEASE:
             return
         life.worker.sender.release_sequence(sequence_id, life.worker.key.boot_epoch)
 
@@ -505,8 +521,7 @@ class SmallCluster:
 
     async def settle(self) -> None:
         """Everybody does what takes no time."""
-        for _ in range(12):
-            await asyncio.sleep(0)
+        await cast("VirtualTimeLoop", asyncio.get_running_loop()).settle()
 
     async def work(self) -> None:
         """Every engine steps once, and the router reads."""

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from kvtransfer.transports.faulty import Fault, FaultKind
 from tests.factories import make_spec
-from tests.kvtransfer.small_cluster import SmallCluster, Trip
+from tests.kvtransfer.small_cluster import TTL_S, SmallCluster, Trip
 from tests.virtual_time import VirtualTimeLoop
 
 # Some begin alike; block boundaries lie within, at, and behind their ends.
@@ -31,25 +31,17 @@ PROMPTS = (
 DAMAGE = tuple(kind for kind in FaultKind if not kind.name.startswith("LOSE"))
 LOST = (FaultKind.LOSE_RENEWALS, FaultKind.LOSE_RELEASE, FaultKind.LOSE_RELEASE_ANSWER)
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+MAX_KILLS = 2
 two = st.integers(0, 1)
 
 
 class ProtocolMachine(RuleBasedStateMachine):
     """A small cluster whose requests, faults, deaths and clocks are drawn."""
 
-    # What may happen to which message of a pull, whether anything may go wrong at all, whether blocks come by copy or are
-    # written in place, and what is asked for.
-    damage: tuple[FaultKind, ...] = DAMAGE
-    places: tuple[int, ...] = tuple(range(7))
-    ways: tuple[bool, ...] = (False, True)
-    max_kills = 2
-    has_faults = True
-    prompts: tuple[tuple[int, ...], ...] = PROMPTS
-
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
-        self.is_calm = True
+        self.is_calm = self.has_faults = True
         self.num_kills = 0
 
     def _do(self, act: Callable[[], object]) -> None:
@@ -62,42 +54,62 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.runner.run(do())
 
     @property
-    def _alive(self) -> list[Trip]:
+    def alive(self) -> list[Trip]:
+        """Requests that have not ended."""
         return [trip for trip in self.cluster.trips if not trip.is_over]
 
-    @initialize(has_odd_worker=st.sampled_from([False, False, False, True]))
-    def begin(self, *, has_odd_worker: bool) -> None:
+    @property
+    def may_come(self) -> bool:
+        """There are not too many."""
+        return len(self.alive) < 4
+
+    @property
+    def may_try_again(self) -> bool:
+        """One has lost its attempt."""
+        return any(not trip.is_placed for trip in self.alive)
+
+    @property
+    def may_kill(self) -> bool:
+        """Somebody may die yet."""
+        return self.has_faults and self.num_kills < MAX_KILLS
+
+    @initialize(
+        has_odd_worker=st.sampled_from([False, False, False, True]),
+        has_faults=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, *, has_odd_worker: bool, has_faults: bool) -> None:
         """Nobody has done anything."""
+        self.has_faults = has_faults
 
         async def make() -> None:
             """On the loop."""
-            self.cluster = SmallCluster(has_odd_worker=has_odd_worker and self.has_faults)
+            self.cluster = SmallCluster(has_odd_worker=has_odd_worker and has_faults)
 
         self.runner.run(make())
-        self.cluster.is_in_place = self.ways[0]
         self.is_calm = not self.cluster.has_odd_worker
 
-    @precondition(lambda self: len(self._alive) < 4)
+    @precondition(lambda self: self.may_come)
     @rule(
-        prompt=st.integers(0, 99),
+        prompt=st.sampled_from(PROMPTS),
         max_tokens=st.integers(1, 7),
         prefill=two,
         decode=two,
         hint=st.sampled_from([None, *WORKERS]),
     )
-    def come(self, prompt: int, max_tokens: int, prefill: int, decode: int, hint: str | None = None) -> None:
+    def come(
+        self, prompt: tuple[int, ...], max_tokens: int, prefill: int, decode: int, hint: str | None = None
+    ) -> None:
         """A request comes and is placed."""
         cluster = self.cluster
-        prompt_ids = self.prompts[prompt % len(self.prompts)]
-        spec = make_spec(f"r{len(cluster.trips)}", prompt_ids, max_tokens=max_tokens, ignore_eos=True)
+        spec = make_spec(f"r{len(cluster.trips)}", prompt, max_tokens=max_tokens, ignore_eos=True)
         cluster.trips.append(Trip(cluster, spec))
         self._do(lambda: self._place(cluster.trips[-1], prefill, decode, hint))
 
-    @precondition(lambda self: any(not trip.is_placed for trip in self._alive))
+    @precondition(lambda self: self.may_try_again)
     @rule(prefill=two, decode=two)
     def try_again(self, prefill: int, decode: int) -> None:
         """A request whose attempt was lost is placed again."""
-        trip = next(trip for trip in self._alive if not trip.is_placed)
+        trip = next(trip for trip in self.alive if not trip.is_placed)
         self._do(lambda: self._place(trip, prefill, decode))
 
     def _place(self, trip: Trip, prefill: int, decode: int, hint: str | None = None) -> None:
@@ -129,28 +141,27 @@ class ProtocolMachine(RuleBasedStateMachine):
         """Only time passes."""
         self.runner.run(asyncio.sleep(duration_s))
 
-    @precondition(lambda self: self._alive)
+    @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 3))
     def leave(self, which: int) -> None:
         """A client goes away."""
-        trip = self._alive[which % len(self._alive)]
+        trip = self.alive[which % len(self.alive)]
         self._do(lambda: trip.end("left"))
 
     @precondition(lambda self: self.has_faults)
-    @rule(which=st.integers(0, 99), place=st.integers(0, 99), delay_s=st.sampled_from([3.0, 8.0, 25.0]))
-    def plan_damage(self, which: int, place: int, delay_s: float) -> None:
+    @rule(kind=st.sampled_from(DAMAGE), at=st.integers(0, 6), delay_s=st.sampled_from([3.0, 8.0, 25.0]))
+    def plan_damage(self, kind: FaultKind, at: int, delay_s: float) -> None:
         """Something will happen to a message of the next pull."""
         self.is_calm = False
-        kind, at = self.damage[which % len(self.damage)], self.places[place % len(self.places)]
         self.cluster.faults.append(Fault(kind, at, delay_s))
 
-    @precondition(lambda self: self.has_faults and len(self._alive) < 4)
+    @precondition(lambda self: self.has_faults and self.may_come)
     @rule(
-        prompt=st.integers(0, 99),
+        prompt=st.sampled_from(PROMPTS),
         max_tokens=st.integers(2, 7),
         delay_s=st.sampled_from([1.8, 2.5, 5.5]),
     )
-    def live_through_a_slow_pull(self, prompt: int, max_tokens: int, delay_s: float) -> None:
+    def live_through_a_slow_pull(self, prompt: tuple[int, ...], max_tokens: int, delay_s: float) -> None:
         """All messages of a pull come late, and no renewal arrives meanwhile."""
         self.is_calm = False
         self.cluster.faults = [Fault(FaultKind.DELAY, at, delay_s) for at in range(7)]
@@ -159,29 +170,29 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.cluster.num_renewals_to_lose = 8
         self.wait(20.0)
 
-    @rule(way=st.integers(0, 1))
-    def choose_a_way(self, way: int) -> None:
+    @rule(is_in_place=st.booleans())
+    def choose_a_way(self, *, is_in_place: bool) -> None:
         """From now on pulls are written in place by an engine, or are not."""
-        self.cluster.is_in_place = self.ways[way % len(self.ways)]
+        self.cluster.is_in_place = is_in_place
 
     @precondition(lambda self: self.has_faults)
-    @rule(which=st.integers(0, 99))
-    def plan_loss(self, which: int) -> None:
+    @rule(kind=st.sampled_from(LOST))
+    def plan_loss(self, kind: FaultKind) -> None:
         """The next release will be lost, or its answer, or the next renewals."""
         self.is_calm = False
-        kind = LOST[which % len(LOST)]
         if kind is FaultKind.LOSE_RENEWALS:
             self.cluster.num_renewals_to_lose = 8
         else:
             self.cluster.releases_to_lose.append(kind)
 
-    @precondition(lambda self: self.has_faults and self.num_kills < self.max_kills)
-    @rule(name=st.sampled_from(WORKERS))
-    def kill(self, name: str) -> None:
-        """A worker dies and comes back."""
+    @precondition(lambda self: self.may_kill)
+    @rule(name=st.sampled_from(WORKERS), after_s=st.sampled_from([0.0, 0.3, 1.1]))
+    def kill(self, name: str, after_s: float) -> None:
+        """A worker dies and comes back, now or in the midst of what others do next."""
         self.is_calm = False
         self.num_kills += 1
-        self._do(lambda: self.cluster.kill(name))
+        loop = self.runner.get_loop()
+        self._do(lambda: loop.call_later(after_s, self.cluster.kill, name))
 
     @invariant()
     def all_is_well(self) -> None:
@@ -193,11 +204,18 @@ class ProtocolMachine(RuleBasedStateMachine):
                 f"failed for no reason: {self.cluster.reasons}"
             )
 
+    def _is_lease_old(self) -> bool:
+        """Whether the router has slept for so long that a lease may be over before anybody has read of it: no calm day."""
+        soon_s = self.runner.get_loop().time() + TTL_S / 2
+        tables = [life.worker.leases for life in self.cluster.lives.values()]
+        return any(lease.expires_at_s < soon_s for table in tables for lease in table._leases.values())
+
     def teardown(self) -> None:
         """All comes to its end; without a fault no lease needs its clock for that."""
         try:
             # What has failed does not go on.
             if hasattr(self, "cluster") and sys.exc_info()[0] is None:
+                self.is_calm = self.is_calm and not self._is_lease_old()
                 self.runner.run(self.cluster.finish())
                 if self.is_calm:
                     assert not self.cluster.num_expired, "a lease was left to its clock"

@@ -82,6 +82,17 @@ async def test_a_prompt_is_handed_over_whole() -> None:
 
 
 @in_virtual_time
+async def test_a_fault_counts_once_it_has_happened() -> None:
+    """One that is planned for a message that never comes does not, nor one that changes nothing."""
+    bench = Bench()
+    end, behind = 6, 7
+    faults = [Fault(FaultKind.DELAY, 0, 1.0), Fault(FaultKind.REORDER, end), Fault(FaultKind.CORRUPT, behind)]
+    transport = FaultyTransport(bench.local, faults)
+    await KVReceiver(transport, bench.store, FINGERPRINT).receive(bench.ticket, RESERVED, 0)
+    assert +transport.struck == {FaultKind.DELAY: 1}
+
+
+@in_virtual_time
 async def test_held_blocks_are_neither_pulled_nor_written() -> None:
     """What the receiver has stays as it is; only the rest moves."""
     bench = Bench()

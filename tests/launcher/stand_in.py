@@ -57,6 +57,8 @@ def main() -> None:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     server.add_generic_rpc_handlers((_worker_service(),))
     server.add_insecure_port(_flag("--listen"))
+    if _flag("--plain-listen"):
+        server.add_insecure_port(_flag("--plain-listen"))
     server.start()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     _wait(ignore_term=behaviour == "stubborn")

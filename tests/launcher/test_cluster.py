@@ -12,7 +12,8 @@ import pytest
 import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
-from paceline.launcher.cluster import LocalCluster, router_command, worker_command
+from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.commands import router_command, worker_command
 from paceline.launcher.config import UpConfig
 from paceline.launcher.layout import Layout, metrics_ports, router_names, router_ports
 from paceline.launcher.probes import free_port, listening
@@ -65,6 +66,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--kv-memory": "429496729B",
         "--runner": "torch",
         "--kv-transport": "auto",
+        "--cluster-token-file": "/r/cluster.token",
         "--metrics-port": "-1",
     }
 
@@ -81,6 +83,7 @@ def test_the_router_is_told_of_every_worker() -> None:
         "--decode": "unix:/r/decode-0.sock",
         "--disaggregate": "always",
         "--placement": "least-loaded",
+        "--cluster-token-file": "/r/cluster.token",
         "--limiter-routers": "2",
         "--metrics-port": "-1",
     }
@@ -187,6 +190,20 @@ def test_the_router_alone_hears_of_tenants() -> None:
     assert "--allow-anonymous" in router_command(_layout(UpConfig(allow_anonymous=True)), "router")
 
 
+def test_the_router_alone_hears_of_its_clients_tls() -> None:
+    """It is told the files, and where the launcher looks at it; without TLS that is where clients call."""
+    layout = _layout(UpConfig(tls_cert="c.pem", tls_key="k.pem", tls_client_ca="a.pem"))
+    told = _flags(router_command(layout, "router"))
+    assert {name: Path(told[f"--tls-{name}"]) for name in ("cert", "key", "client-ca")} == {
+        "cert": Path("c.pem").resolve(),
+        "key": Path("k.pem").resolve(),
+        "client-ca": Path("a.pem").resolve(),
+    }
+    assert told["--plain-listen"] == layout.plain_router_address("router") == "unix:/r/router.sock"
+    assert "--tls-cert" not in worker_command(layout, "decode-0")
+    assert "--plain-listen" not in router_command(_layout(UpConfig()), "router")
+
+
 def test_the_config_file_goes_on_to_every_service() -> None:
     """Services read their own sections of the file that the launcher was given."""
     layout = _layout(UpConfig(config="c.toml"))
@@ -241,7 +258,9 @@ async def test_a_cluster_serves_and_is_gone(model_dir: Path) -> None:
         async with redis.asyncio.from_url(cluster.redis_url) as client:
             await client.set("key", "value", ex=10)
             assert await client.get("key") == b"value"
-        run_dir = cluster.layout.run_dir
+        run_dir, token = cluster.layout.run_dir, cluster.layout.token_file
+        assert (token.stat().st_mode & 0o777, run_dir.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert len(token.read_text()) == 64
     assert not psutil.Process().children(recursive=True)
     assert not run_dir.exists()
 

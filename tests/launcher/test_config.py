@@ -75,6 +75,15 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         UpConfig(**wrong)  # type: ignore[arg-type] # the wrong value is the point
 
 
+def test_half_of_tls_is_refused() -> None:
+    """With the setting that is missing; certificates of clients open the network to them, TLS alone does not."""
+    with pytest.raises(ConfigError, match="--tls-key is missing"):
+        UpConfig(tls_cert="c")
+    with pytest.raises(ConfigError, match="--tls-client-ca"):
+        UpConfig(host="0.0.0.0", tls_cert="c", tls_key="k")
+    UpConfig(host="0.0.0.0", tls_cert="c", tls_key="k", tls_client_ca="a")
+
+
 @pytest.mark.parametrize(
     ("cores", "topology", "threads", "expected"),
     [(2, "1P1D", 0, 1), (16, "1P3D", 0, 4), (2, "4P4D", 0, 1), (8, "1P1D", 3, 3)],

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.certificates import Authority
+
 Up = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -64,6 +66,15 @@ def test_a_signal_ends_everything_with_status_0(up: Up, number: signal.Signals) 
     assert (process.returncode, err) == (0, "")
     assert out.endswith("stopped\n")
     assert _all_gone(children)
+
+
+def test_it_says_how_to_call_over_tls(up: Up, tmp_path: Path) -> None:
+    """The commands have a CA, which the user knows."""
+    pair = Authority(tmp_path).issue("router")
+    process = up("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    _until(process, "ready: ")
+    assert " --tls-ca CA.pem " in _until(process, "  ./run generate")
+    _until(process, "  grpcurl -cacert CA.pem ")
 
 
 def test_it_says_how_to_call(up: Up) -> None:

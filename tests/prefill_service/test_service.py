@@ -207,12 +207,12 @@ async def test_a_deadline_in_the_middle_gives_everything_back(
 async def test_a_failed_engine_fails_the_call_and_is_told(
     tiny_tokenizer_dir: Path, channels: Channels
 ) -> None:
-    """INVARIANT for the caller, and the process hears that it cannot go on."""
+    """ENGINE_FAILED for the caller, and the process hears that it cannot go on."""
     broken = BrokenRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
     async with serving_worker(tiny_tokenizer_dir, "prefill-0", PREFILL, runner=broken) as worker:
-        assert (await _refusal(channels, worker, make_spec(prompt_ids=(13,)))).reason == "INVARIANT"
+        assert (await _refusal(channels, worker, make_spec(prompt_ids=(13,)))).reason == "ENGINE_FAILED"
         assert worker.failed.is_set()
-        assert (await _refusal(channels, worker, make_spec("later"))).reason == "INVARIANT"
+        assert (await _refusal(channels, worker, make_spec("later"))).reason == "ENGINE_FAILED"
 
 
 async def test_a_sequence_of_another_attempt_is_another_sequence(worker: Worker, channels: Channels) -> None:

@@ -17,11 +17,14 @@ from paceline.core.errors import (
 )
 from paceline.core.request import SequenceSpec
 from paceline.runtime.channels import Channels
-from paceline.v1 import decode_pb2
-from router.decode_link import DecodeHandle, DecodeLink
+from paceline.v1 import decode_pb2, generation_pb2
+from router.decode_handle import DecodeHandle
+from router.decode_link import DecodeLink
+from router.pace import Pace
 from tests.factories import make_id, make_spec, make_ticket
 from tests.router.cluster import DECODE
 from tests.router.scripted_workers import (
+    BreakStreamError,
     ScriptedWorker,
     decode_started,
     decode_that,
@@ -259,5 +262,89 @@ async def test_a_family_has_room_for_the_unread_events_of_each_candidate(link: D
     handle = link.submit(spec, None)
     while link.num_sequences:  # noqa: ASYNC110 - the link has no event for it
         await asyncio.sleep(0)
-    events = [await anext(handle) for _ in range(1 + 3 * 6)]
-    assert sum(bool(event.tokens.finish_reason) for event in events) == 3
+    # All tokens of one candidate have waited together, and come together.
+    _, *events = [await anext(handle) for _ in range(1 + 3)]
+    for event in events:
+        assert tuple(event.tokens.token_ids) == oracle(spec, event.tokens.candidate)
+        assert event.tokens.finish_reason
+
+
+async def test_tokens_that_wait_together_come_as_one_event(worker: ScriptedWorker, link: DecodeLink) -> None:
+    """With the log probability of each, and what was said last: preemptions, and the end."""
+    logprobs = [generation_pb2.TokenLogprob(token_id=token_id, logprob=-1.0) for token_id in WHOLE]
+    said = [
+        decode_pb2.SequenceEvent(
+            tokens=decode_pb2.SequenceTokens(
+                first_index=index,
+                token_ids=[token_id],
+                logprobs=[logprobs[index]],
+                num_preemptions=index,
+                finish_reason=generation_pb2.FINISH_REASON_LENGTH if index == 4 else None,
+            )
+        )
+        for index, token_id in enumerate(WHOLE)
+    ]
+    worker.decode_scripts.append(decode_that(0, decode_started(), *said))
+    handle = link.submit(SPEC, None)
+    while link.num_sequences:  # noqa: ASYNC110 - the link has no event for it
+        await asyncio.sleep(0)
+    _, event = [await anext(handle) for _ in range(2)]
+    assert event.tokens == decode_pb2.SequenceTokens(
+        token_ids=WHOLE,
+        logprobs=logprobs,
+        num_preemptions=4,
+        finish_reason=generation_pb2.FINISH_REASON_LENGTH,
+    )
+
+
+async def test_what_does_not_follow_is_not_joined(worker: ScriptedWorker, link: DecodeLink) -> None:
+    """A repeated token, and one after a gap, stay as they are: whoever counts them sees it."""
+    worker.decode_scripts.append(
+        decode_that(0, tokens(0, (7,)), tokens(0, (7,)), tokens(3, (9,)), tokens(4, (8,), ends=True))
+    )
+    handle = link.submit(SPEC, None)
+    while link.num_sequences:  # noqa: ASYNC110 - the link has no event for it
+        await asyncio.sleep(0)
+    events = [await anext(handle) for _ in range(3)]
+    assert [(event.tokens.first_index, list(event.tokens.token_ids)) for event in events] == [
+        (0, [7]),
+        (0, [7]),
+        (3, [9, 8]),
+    ]
+
+
+async def test_under_pressure_tokens_wait_for_each_other_but_not_the_first_nor_the_last(
+    worker: ScriptedWorker,
+) -> None:
+    """However long the pace is: the first token comes at once, and with the end come all that waited."""
+    channels = Channels()
+    pace = Pace(3600.0, lambda: 1)
+    link = DecodeLink(channels.get(worker.address), "decode-0", max_buffered=100, pace=pace)
+    running = asyncio.create_task(link.run())
+    try:
+        handle = link.submit(make_spec("paced", max_tokens=50), None)
+        events = await _read(handle)
+        assert _token_ids(events) == oracle(make_spec("paced", max_tokens=50))
+        # What had come with the first token is with it, and what comes after waits for the end.
+        assert [event.WhichOneof("event") for event in events] == ["started", "tokens", "tokens"]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await channels.aclose()
+
+
+async def test_a_loss_is_not_waited_for(worker: ScriptedWorker) -> None:
+    """Whoever waits for more tokens hears at once that none will come."""
+    channels = Channels()
+    link = DecodeLink(
+        channels.get(worker.address), "decode-0", max_buffered=100, pace=Pace(3600.0, lambda: 1)
+    )
+    running = asyncio.create_task(link.run())
+    try:
+        worker.decode_scripts.append(decode_that(2, then=BreakStreamError()))
+        handle = link.submit(make_spec("paced", max_tokens=50), None)
+        with pytest.raises(PeerLostError):
+            await _read(handle)
+    finally:
+        await asyncio.gather(running, return_exceptions=True)
+        await channels.aclose()

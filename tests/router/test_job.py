@@ -1,5 +1,8 @@
 """One request on its way."""
 
+import pytest
+
+from paceline.core.errors import BadFieldError
 from router.job import SESSION_ID, session_id_of
 
 
@@ -9,3 +12,11 @@ def test_a_session_is_named_in_the_metadata() -> None:
     assert session_id_of((("user-agent", "x"),)) == ""
     assert session_id_of(((SESSION_ID, b"chat 7"),)) == ""
     assert session_id_of(None) == ""
+
+
+def test_a_session_has_a_name_of_bounded_length() -> None:
+    """What is longer is refused by the name of the metadata, and not cut."""
+    assert session_id_of(((SESSION_ID, "x" * 256),)) == "x" * 256
+    with pytest.raises(BadFieldError) as caught:
+        session_id_of(((SESSION_ID, "x" * 257),))
+    assert caught.value.facts() == {"field": "paceline-session-id"}

@@ -152,6 +152,7 @@ async def test_the_script_does_what_the_rule_says(table: Redis) -> None:
 
     @given(st.builds(Rate, units, units), HISTORIES)
     def check(rate: Rate, history: list[tuple[int, int]]) -> None:
+        """Both say the same of each call."""
         asyncio.run_coroutine_threadsafe(_compare(table, rate, history), loop).result()
 
     await asyncio.to_thread(check)

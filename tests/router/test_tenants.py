@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from structlog.testing import capture_logs
 
 from paceline.core.errors import ConfigError, ScopeForbiddenError, TenantUnknownError
 from paceline.core.request import Priority
+from paceline.runtime.reload import reloading
 from router import make_key
 from router.rate_limit import Rate
-from router.reload import reload, reloading
+from router.reload import reload_tenants
 from router.tenants import ANONYMOUS, Tenant, Tenants, TenantTable, new_key, read_tenants
 
 KEY, HASH = new_key()
@@ -137,19 +139,29 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         Tenants(str(tmp_path / "nowhere"))
 
 
+def test_a_key_of_any_length_is_not_hashed(file: Path) -> None:
+    """What is longer than any key is not one, and is not shown; one that is as long as may be is looked up."""
+    tenants = Tenants(str(file))
+    for key in ("x" * 512, "x" * 513, "x" * 16000):
+        with pytest.raises(TenantUnknownError) as caught:
+            tenants.of_call(bearer(key))
+        assert "xx" not in str(caught.value)
+        assert ("not of the form" in str(caught.value)) == (len(key) > 512)
+
+
 def test_a_new_reading_replaces_the_old_one_or_is_refused(file: Path) -> None:
     """A key that is gone is unknown from then on; a broken file is logged, and what was read before stays."""
     tenants = Tenants(str(file))
     file.write_text(f'[tenants.acme]\nkey_hashes = ["{OTHER_HASH}"]\n')
     with capture_logs() as logs:
-        reload(tenants)
+        reload_tenants(tenants)
     assert logs == [{"event": "tenants_loaded", "log_level": "info", "num_tenants": 1}]
     assert tenants.of_call(bearer(OTHER_KEY)).name == "acme"
     with pytest.raises(TenantUnknownError):
         tenants.of_call(bearer(KEY))
     file.write_text("[tenants.acme")
     with capture_logs() as logs:
-        reload(tenants)
+        reload_tenants(tenants)
     assert [entry["event"] for entry in logs] == ["tenants_refused"]
     assert "not valid TOML" in logs[0]["problem"]
     assert tenants.of_call(bearer(OTHER_KEY)).name == "acme"
@@ -158,7 +170,7 @@ def test_a_new_reading_replaces_the_old_one_or_is_refused(file: Path) -> None:
 async def test_sighup_reads_the_file_again(file: Path) -> None:
     """A signal to the process is enough, and one after the block has its usual meaning."""
     tenants = Tenants(str(file))
-    with reloading(tenants):
+    with reloading([partial(reload_tenants, tenants)]):
         file.write_text(f'[tenants.new]\nkey_hashes = ["{HASH}"]\n')
         os.kill(os.getpid(), signal.SIGHUP)
         while tenants.num_tenants != 1:  # noqa: ASYNC110 - there is no event: it is a signal

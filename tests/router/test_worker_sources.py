@@ -75,6 +75,7 @@ async def test_a_slow_server_is_asked_one_question_at_a_time() -> None:
     asked: list[float] = []
 
     async def slow(_: str) -> frozenset[str]:
+        """Takes longer than the pause between two look-ups."""
         asked.append(virtual_clock())
         await asyncio.sleep(30)
         return frozenset({"10.0.0.1"})

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,8 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.core.errors import ConfigError
+from paceline.launcher.probes import free_port
 from paceline.runtime.channels import Channels
 from paceline.runtime.server import GrpcServer, run_service
+from paceline.runtime.tls import CertificateSource, TlsFiles
+from tests.certificates import Authority
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -139,6 +143,74 @@ def test_an_error_of_ours_ends_the_process_with_one_line(capsys: pytest.CaptureF
     assert capsys.readouterr().err == "error: --model is missing\n"
     with pytest.raises(ValueError, match="a bug"):
         run_service(crash)
+
+
+@pytest.fixture
+async def echo(address: str) -> AsyncIterator[Any]:
+    """A method that says how long its message is, on a server that takes a mebibyte."""
+    server = GrpcServer(address, max_receive_bytes=1 << 20)
+
+    async def measure(request: bytes, context: object) -> bytes:
+        """In decimals."""
+        return str(len(request)).encode()
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(measure)
+    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"M": handler}),))
+    await server.start([])
+    # What a client does not want to send does not get far enough.
+    options = (("grpc.max_metadata_size", 1 << 20), ("grpc.absolute_max_metadata_size", 1 << 20))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield channel.unary_unary("/t.T/M")
+    await server.stop(grace_s=0)
+
+
+async def _refused(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+async def test_a_message_is_bounded_whatever_it_was_on_the_wire(
+    echo: Any, compression: grpc.Compression
+) -> None:
+    """What is small when it is sent and large when it is unpacked is refused like what is large at once."""
+    at_limit = await echo(bytes(1 << 20), compression=compression, timeout=30)
+    assert at_limit == b"1048576"
+    code, said = await _refused(echo(bytes((1 << 20) + 1), compression=compression, timeout=30))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in said
+    # A hundred mebibytes in a hundred kibibytes.
+    if compression is grpc.Compression.Gzip:
+        code, _ = await _refused(echo(bytes(100 << 20), compression=compression, timeout=30))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_metadata_are_bounded(echo: Any) -> None:
+    """15 KiB pass, always, and 17 KiB never; the server serves on."""
+    for _ in range(5):
+        assert await echo(b"x", metadata=(("k", "v" * (15 << 10)),), timeout=30) == b"1"
+        code, said = await _refused(echo(b"x", metadata=(("k", "v" * (17 << 10)),), timeout=30))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "metadata" in said
+
+
+async def test_a_second_address_is_the_same_without_tls(address: str, tmp_path: Path) -> None:
+    """Probes of this machine come in by it, and by the first one nobody without TLS."""
+    authority = Authority(tmp_path)
+    pair = authority.issue("router")
+    source = CertificateSource(
+        TlsFiles(str(pair.cert), str(pair.key), "", setting="--tls", ca_setting="--tls-client-ca")
+    )
+    port = free_port("127.0.0.1", 0)
+    server = GrpcServer(f"127.0.0.1:{port}", credentials=source.server_credentials(), plain_listen=address)
+    await server.start([SERVICE])
+    channels = Channels()
+    assert await _health(channels, address, "liveness") == SERVING
+    code, _ = await _refused(_health(channels, f"127.0.0.1:{port}", "liveness"))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    await channels.aclose()
+    await server.stop(grace_s=0)
 
 
 async def test_channels_are_made_once_for_an_address() -> None:

@@ -7,6 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from paceline.core.errors import (
+    BadFieldError,
     BadPromptError,
     BadSamplingError,
     BadStopError,
@@ -131,6 +132,7 @@ def test_a_missing_seed_is_minted_and_a_given_one_kept() -> None:
         _logprobs(num_top=20),
         _logprobs(),
         _stopping(stop=["x" * 256] * 16, stop_token_ids=range(16)),
+        Generate(text="hello", client_request_id="é" * 256),
         _ids(*range(99)),
         Generate(text="é" * 500),
         Generate(text="hello", n=1, priority=inference_pb2.PRIORITY_UNSPECIFIED),
@@ -178,6 +180,7 @@ def test_the_last_allowed_value_is_allowed(message: inference_pb2.GenerateReques
         (_logprobs(num_top=21), BadSamplingError, "logprobs.num_top"),
         (_stopping(min_tokens=100), BadStopError, "stopping.min_tokens"),
         (_stopping(min_tokens=3, max_tokens=2), BadStopError, "stopping.min_tokens"),
+        (Generate(text="hello", client_request_id="x" * 257), BadFieldError, "client_request_id"),
         (Generate(text="hello", n=0), BadSamplingError, "n"),
         (Generate(text="hello", n=5), BadSamplingError, "n"),
         (_stopping(max_tokens=0), BadStopError, "stopping.max_tokens"),
@@ -220,9 +223,27 @@ def test_a_prompt_over_the_limit_is_refused_with_both_numbers(
     assert caught.value.facts() == facts
 
 
+def test_a_bias_names_so_many_tokens_and_no_more() -> None:
+    """1,024 of a vocabulary that is larger."""
+    limits = make_limits(vocab_size=2000)
+    for num_tokens, is_taken in ((1024, True), (1025, False)):
+        raw = _bias(**{f"t{token_id}": 1.0 for token_id in range(num_tokens)}).SerializeToString()
+        if is_taken:
+            assert len(parse_generate(raw, limits).sampling.logit_bias) == num_tokens
+        else:
+            with pytest.raises(BadSamplingError, match="more than 1024 tokens"):
+                parse_generate(raw, limits)
+
+
+# An unknown field that holds itself, a hundred and fifty times.
+NESTED = b"\xa3\x06" * 150 + b"\xa4\x06" * 150
+
+
 @pytest.mark.parametrize("parse", [parse_generate, parse_tokenize])
 @pytest.mark.parametrize(
-    "raw", [b"\x12\x02\xff\xfe", b"\x0a\xff", b"\x12\x05abc"], ids=["not-utf-8", "cut", "cut-text"]
+    "raw",
+    [b"\x12\x02\xff\xfe", b"\x0a\xff", b"\x12\x05abc", NESTED],
+    ids=["not-utf-8", "cut", "cut-text", "nested"],
 )
 def test_bytes_that_are_no_message_are_a_bad_prompt(parse: Callable[..., object], raw: bytes) -> None:
     """Text that is not UTF-8 and a message cut off get a proper refusal, not a failure."""

@@ -217,11 +217,26 @@ def test_work_that_no_router_sends_is_our_own_bug(sequence: engine_pb2.SequenceS
     assert spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence).prompt_ids
 
 
-@pytest.mark.parametrize("candidates", [[], [1, 1], [2, 1]], ids=["none", "twice", "not in order"])
+@pytest.mark.parametrize("field", ["request_id", "tenant", "cache_scope"])
+def test_names_that_no_router_makes_are_our_own_bug(field: str) -> None:
+    """256 characters are more than any of them has; one more is refused as INVARIANT."""
+    sequence = engine_pb2.SequenceSpec(prompt_ids=[1], max_tokens=1, candidates=[0])
+    context = engine_pb2.CallContext()
+    setattr(context, field, "x" * 256)
+    assert spec_from_proto(context, sequence).prompt_ids == (1,)
+    setattr(context, field, "x" * 257)
+    with pytest.raises(InvariantError, match="too long"):
+        spec_from_proto(context, sequence)
+
+
+@pytest.mark.parametrize(
+    "candidates", [[], [1, 1], [2, 1], list(range(257))], ids=["none", "twice", "not in order", "too many"]
+)
 def test_candidates_that_no_router_sends_are_our_own_bug(candidates: list[int]) -> None:
     """At least one, each once, ascending: anything else is refused as INVARIANT."""
     sequence = engine_pb2.SequenceSpec(prompt_ids=[1], max_tokens=1, candidates=candidates)
     with pytest.raises(InvariantError, match="candidates"):
         spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence)
-    sequence.candidates[:] = [1, 2]
-    assert spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence).candidates == (1, 2)
+    for fine in ((1, 2), tuple(range(256))):
+        sequence.candidates[:] = fine
+        assert spec_from_proto(engine_pb2.CallContext(request_id="r"), sequence).candidates == fine

@@ -18,7 +18,7 @@ from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.worker import Worker
 from router.config import RouterConfig
-from router.decode_link import DecodeHandle
+from router.decode_handle import DecodeHandle
 from router.dispatcher import Dispatcher
 from router.job import Job, Tokens
 from router.timeline import RequestTimeline

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError, InvariantError
+from paceline.core.errors import ConfigError, EngineFailedError
 from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.engine.events import NewTokens, Started
 from paceline.engine.fake import FakeModelRunner, fake_layout
@@ -246,5 +246,5 @@ async def test_an_engine_that_fails_fails_the_start(tiny_tokenizer_dir: Path) ->
     """Whoever pins hears of it, and does not wait for ever."""
     broken = BrokenRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
     async with serving_worker(tiny_tokenizer_dir, "worker-0", DECODE, runner=broken) as worker:
-        with pytest.raises(InvariantError):
+        with pytest.raises(EngineFailedError):
             await pin_unless_stopped(worker, plan((13,) * 8), asyncio.Event())

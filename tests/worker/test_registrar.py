@@ -1,6 +1,7 @@
 """A worker that says where it is, on a clock of the test's own."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,10 @@ async def test_a_worker_is_in_the_table_while_it_takes_requests(
 def test_an_address_that_nobody_can_call_is_not_registered() -> None:
     """A port that is chosen later, an interface that is all of them: the worker is told what to say instead."""
     with pytest.raises(ConfigError, match="--redis"):
-        WorkerConfig(model="m", register=True, listen="10.0.0.1:1")
+        WorkerConfig(model="m", register=True, listen="127.0.0.1:1")
     with pytest.raises(ConfigError, match="--advertise"):
         WorkerConfig(model="m", register=True, redis="redis://h")
-    WorkerConfig(model="m", register=True, redis="redis://h", listen="0.0.0.0:1", advertise="10.0.0.1:1")
+    open_door = WorkerConfig("t", allow_plaintext=True, model="m", listen="0.0.0.0:1")
+    with pytest.raises(ConfigError, match="--advertise"):
+        replace(open_door, register=True, redis="redis://h")
+    replace(open_door, register=True, redis="redis://h", advertise="10.0.0.1:1")
