@@ -246,6 +246,7 @@ async def test_no_label_tells_who_asked_or_what(cluster: Cluster) -> None:
         "mode",
         "tier",
         "end",
+        "rule",
         "source",
         "transport",
         "le",
