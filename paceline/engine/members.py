@@ -13,7 +13,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import BlockContent, SequenceBlocks
 from paceline.engine.deadlines import Deadlines
 from paceline.engine.events import Event, Failed
-from paceline.engine.fairness import PROMPT_TOKEN, Account, Accounts
+from paceline.engine.fairness import PROMPT_TOKEN, Account
 from paceline.engine.preemption import Preemption
 from paceline.engine.recalls import Recalls
 from paceline.engine.room import Room
@@ -40,7 +40,6 @@ class Members:
         swap: SwapSpace,
     ) -> None:
         self.families: dict[SequenceId, list[Sequence]] = {}
-        self.accounts = Accounts()
         self.num_recomputed_tokens = self.num_refused = 0
         self.deadlines = Deadlines()
         self._config = config
@@ -83,7 +82,7 @@ class Members:
         if role is SequenceRole.LEND:
             self._lend(sequence)
             return
-        self._admission.queue_of(sequence).add(sequence)
+        self._admission.add(sequence)
         self.deadlines.watch(sequence)
 
     def enter(self, sequence: Sequence) -> Event | None:
@@ -155,7 +154,7 @@ class Members:
         for fork in forks:
             if fork not in self._running:
                 self._preemption.note_fork(fork)
-                self._admission.queue_of(fork).add(fork)
+                self._admission.add(fork)
 
     # -- leaving
 
@@ -181,7 +180,7 @@ class Members:
             del self.families[sequence.sequence_id]
             self.deadlines.forget(self.families, len(self.families))
             if sequence.role is not SequenceRole.LEND:
-                self.accounts.leave(sequence.account)
+                self._admission.accounts.leave(sequence.account)
 
     def hold(self, sequence: Sequence) -> None:
         """Ends a sequence whose blocks others read; they are held until it is released."""
@@ -211,7 +210,7 @@ class Members:
     def _account_of(self, spec: SequenceSpec, role: SequenceRole) -> Account:
         """A loan is no service to a tenant."""
         is_loan = role is SequenceRole.LEND
-        return Account("") if is_loan else self.accounts.enter(spec.tenant, spec.tenant_weight)
+        return Account("") if is_loan else self._admission.accounts.enter(spec.tenant, spec.tenant_weight)
 
     def _may_pull(self, spec: SequenceSpec, role: SequenceRole) -> bool:
         """Whether another worker's cache is of use to a newcomer that computes; where there are windows it would need other blocks."""

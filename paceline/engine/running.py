@@ -26,6 +26,11 @@ class Running:
         return bool(self.decoding or self.prefilling or self.parked)
 
     @property
+    def is_computing(self) -> bool:
+        """Whether anybody does more than wait for KV."""
+        return bool(self.decoding or self.prefilling)
+
+    @property
     def num_seats(self) -> int:
         """Sequences that they are, or will be once candidates part."""
         others = sum(sequence.num_seats for sequence in (*self.prefilling, *self.parked))

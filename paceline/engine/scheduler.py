@@ -8,20 +8,21 @@ Who may come in is for paceline/engine/admission.py to say, who must lose its bl
 what a sequence becomes on its way for paceline/engine/members.py.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence as AbstractSequence
 from itertools import islice
 
 from paceline.core.block_hash import hash_block
 from paceline.core.clock import Clock, monotonic
-from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
-from paceline.engine.admission import AGED_EVERY, ALL_CLASSES, Admission
+from paceline.core.request import FirstToken, Priority, SequenceId, SequenceSpec, TokenLogprob
+from paceline.engine.admission import AGED_EVERY, Admission
 from paceline.engine.announce import announce, new_token, take_scores
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.block_tables import BlockContent
 from paceline.engine.costs import CostEstimate, PreemptionKind
 from paceline.engine.events import Event, NewTokens
 from paceline.engine.expert_groups import share_experts, take_turns
-from paceline.engine.fairness import OUTPUT_TOKEN, Accounts
+from paceline.engine.fairness import OUTPUT_TOKEN
 from paceline.engine.invariants import check_invariants
 from paceline.engine.items import scheduled_chunk, scheduled_decodes, take_decodes
 from paceline.engine.members import Members
@@ -63,6 +64,7 @@ class Scheduler:
             pool, swap, self._running, self._pressure, hash_block, config.max_num_batched_tokens
         )
         self._admission = Admission(config, self._running, self._room, self._pressure, self._overload)
+        self.accounts = self._admission.accounts
         self._preemption = Preemption(config, pool, self._running, swap, self.costs, clock)
         self._members = Members(
             config,
@@ -75,7 +77,10 @@ class Scheduler:
             preemption=self._preemption,
             swap=swap,
         )
-        # What the step under way computes: first those that decode, then chunks, by their number of tokens.
+        # What of the fast lane's part was less than a token.
+        self._fast_part = 0.0
+        # What the step under way says and computes: first those that decode, then chunks, by their number of tokens.
+        self._events: list[Event] = []
         self._decodes: list[Sequence] = []
         self._chunks: dict[Sequence, int] = {}
 
@@ -110,24 +115,23 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step could do, or say, anything. Sequences that wait for KV from outside do not count."""
-        running = self._running
-        return bool(running.decoding or running.prefilling or len(self._admission) or self._members.has_news)
+        return self._running.is_computing or len(self._admission) > 0 or self._members.has_news
 
     def schedule(self) -> SchedulerOutput:
         """Chooses this step's tokens: decodes, then chunks of running prefills, then whoever waits and fits."""
         now_s = self._clock()
         self._room.num_steps += 1
         self._admission.begin_step(now_s)
-        events = self._members.take_news(now_s)
-        may_admit = self._plan_decodes()
-        self._plan_chunks(events, may_admit=may_admit)
-        if not may_admit or self._room.is_short:
+        self._events = self._members.take_news(now_s)
+        has_preempted = self._plan_decodes()
+        self._plan_chunks(now_s)
+        if has_preempted or self._room.is_short:
             self._members.call_in_loans()
         if self._decodes or self._chunks:
-            self._pressure.note_step(preempted=not may_admit, num_running=self._running.num_computing)
+            self._pressure.note_step(preempted=has_preempted, num_running=self._running.num_computing)
         items = scheduled_decodes(self._decodes)
         items += [scheduled_chunk(sequence, num_tokens) for sequence, num_tokens in self._chunks.items()]
-        return SchedulerOutput(tuple(items), tuple(events), self._admission.has_urgent)
+        return SchedulerOutput(tuple(items), tuple(self._events), self._admission.has_urgent)
 
     def update(self, output: SchedulerOutput, step: StepOutput) -> list[Event]:
         """Takes the step's results into the sequences; a block is published here, once it is computed."""
@@ -153,7 +157,7 @@ class Scheduler:
     # -- deciding
 
     def _plan_decodes(self) -> bool:
-        """A token for each that decodes: first room for those that grow, then the rest. False if anybody lost its blocks."""
+        """A token for each that decodes: first room for those that grow, then the rest. Whether anybody lost its blocks."""
         decoding, budget = self._running.decoding, self.config.max_num_batched_tokens
         most = min(budget, self.config.max_decodes or budget)
         decodes = list(decoding) if len(decoding) <= most else self._choose_decodes(decoding, most)
@@ -164,51 +168,62 @@ class Scheduler:
                 decoding[sequence] = None
         growing = [s for s in decodes if len(s.token_ids) > s.blocks.num_tokens_held]
         preempted = self._preemption.make_room(growing) if growing else []
-        for sequence in sorted(preempted, key=_age, reverse=True):
-            self._admission.queue_of(sequence).add_first(sequence)
+        for sequence in sorted(preempted, key=lambda sequence: sequence.arrival_s, reverse=True):
+            self._admission.add_first(sequence)
         if preempted:
             decodes, growing = ([s for s in each if s in decoding] for each in (decodes, growing))
         for sequence in growing:
             sequence.blocks.extend(sequence.num_tokens)
         self._decodes = decodes
-        return not preempted
+        if preempted:
+            self._admission.close()
+        return bool(preempted)
 
-    def _plan_chunks(self, events: list[Event], *, may_admit: bool) -> None:
-        """What decodes leave goes to prompts: the fast lane's part first, then to the others, and what is left to the fast lane."""
-        if not (self._running.prefilling or (may_admit and len(self._admission))):
+    def _plan_chunks(self, now_s: float) -> None:
+        """What decodes leave goes to prompts, class by class: the fast lane's part, then the normal lane, then the fast lane again."""
+        prefilling, admission = self._running.prefilling, self._admission
+        left = self.config.max_num_batched_tokens - len(self._decodes)
+        if not left or not (prefilling or len(admission)):
             return
-        budget, lane = self.config.max_num_batched_tokens, self._admission
-        left = budget - len(self._decodes)
-        quota = int(self.config.fast_lane_share * left)
-        for queue, limit in ((lane.fast, quota), (lane.normal, left), (lane.fast, left)):
-            planned = sum(self._chunks.values())
-            self._fill(queue, min(limit, left - planned), events, may_admit=may_admit)
+        part, self._fast_part = divmod(self._fast_part + self.config.fast_lane_share * left, 1)
+        for sequence in admission.admitted_by_age():
+            self._enter(sequence)
+        # In every AGED_EVERY-th step those that came long ago are before all others.
+        is_age_first = self._room.num_steps % AGED_EVERY == 0
+        for sequence in prefilling:
+            if is_age_first and sequence.arrival_s <= now_s - self.config.aging_s:
+                left -= self._plan_chunk(sequence, left)
+        prompts = defaultdict[tuple[bool, Priority], list[Sequence]](list)
+        for sequence in prefilling:
+            prompts[admission.is_fast(sequence), sequence.turn_class].append(sequence)
+        for _ in range(2):
+            for priority in Priority:
+                fast, normal = prompts[True, priority], prompts[False, priority]
+                used = self._fill(admission.fast, priority, fast, min(int(part), left))
+                part, left = part - used, left - used
+                for queue, running in ((admission.normal, normal), (admission.fast, fast)):
+                    left -= self._fill(queue, priority, running, left)
+            if self._decodes or self._chunks:
+                return
+            admission.unbind()
 
-    def _fill(self, queue: WaitingQueue, budget: int, events: list[Event], *, may_admit: bool) -> None:
-        """Up to `budget` tokens of one lane: of each class those that run, then those that wait."""
-        running = sorted(
-            (s for s in self._running.prefilling if self._admission.queue_of(s) is queue),
-            key=self._urgency,
-        )
-        for sequence in running:
-            if may_admit:
-                budget -= self._admit(queue, budget, events, before=max(0, self._urgency(sequence)))
-            budget -= self._plan_chunk(sequence, budget)
-        if may_admit:
-            self._admit(queue, budget, events, before=ALL_CLASSES)
-
-    def _admit(self, queue: WaitingQueue, budget: int, events: list[Event], before: int) -> int:
-        """Lets in who waits and fits; gives the number of tokens that they take."""
+    def _fill(self, queue: WaitingQueue, priority: Priority, running: list[Sequence], budget: int) -> int:
+        """Up to `budget` tokens for a lane and class: for those that run, then for those that wait and fit; gives how many."""
         left = budget
-        if not (left and len(queue)):
-            return 0
-        for sequence in self._admission.admitted(queue, before):
-            event = self._members.enter(sequence)
-            events += [] if event is None else [event]
+        for sequence in running:
             left -= self._plan_chunk(sequence, left)
-            if not left:
-                break
+        if left and queue.is_waited_in(priority):
+            for sequence in self._admission.admitted(queue, priority):
+                self._enter(sequence)
+                running.append(sequence)
+                left -= self._plan_chunk(sequence, left)
+                if not left:
+                    break
         return budget - left
+
+    def _enter(self, sequence: Sequence) -> None:
+        event = self._members.enter(sequence)
+        self._events += [] if event is None else [event]
 
     def _plan_chunk(self, sequence: Sequence, budget: int) -> int:
         planned = self._chunks.get(sequence, 0)
@@ -219,11 +234,6 @@ class Scheduler:
         sequence.blocks.extend(sequence.num_computed_tokens + planned + num_tokens)
         self._chunks[sequence] = planned + num_tokens
         return num_tokens
-
-    def _urgency(self, sequence: Sequence) -> int:
-        """Its class; in every AGED_EVERY-th step those that came long ago are before all others."""
-        is_aged = sequence.arrival_s <= self._clock() - self.config.aging_s
-        return -1 if is_aged and self._room.num_steps % AGED_EVERY == 0 else sequence.turn_class
 
     # -- taking results
 
@@ -261,11 +271,6 @@ class Scheduler:
 
     # -- for the outside
 
-    @property
-    def accounts(self) -> Accounts:
-        """Who has been served how much."""
-        return self._members.accounts
-
     def stats(self) -> SchedulerStats:
         """A picture of now."""
         running, lanes = self._running, (self._admission.fast, self._admission.normal)
@@ -282,7 +287,7 @@ class Scheduler:
             num_steps_without_room=self._preemption.num_rounds,
             watermark=self._pressure.watermark,
             max_seats=self._pressure.max_seats,
-            is_cooling=self._pressure.is_cooling and bool(running.decoding or running.prefilling),
+            is_cooling=self._pressure.is_cooling and running.is_computing,
             num_cool_downs=self._pressure.num_cool_downs,
             batch_mode=self._overload.mode,
             num_batch_switches=self._overload.num_switches,
@@ -291,10 +296,5 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """See paceline/engine/invariants.py."""
-        check_invariants(
-            self.pool, self._members.families, self._admission, self._running, self.config.max_num_seqs
-        )
-
-
-def _age(sequence: Sequence) -> float:
-    return sequence.arrival_s
+        families = self._members.families
+        check_invariants(self.pool, families, self._admission, self._running, self.config.max_num_seqs)

@@ -62,9 +62,7 @@ def tokens_by_lane(admission: Admission, running: Running) -> TokensByLane:
     lanes = admission.fast, admission.normal
     under_way = [[0, 0, 0], [0, 0, 0]]
     for sequence in running.prefilling:
-        under_way[admission.queue_of(sequence) is admission.normal][sequence.turn_class] += (
-            sequence.num_uncomputed_tokens
-        )
+        under_way[not admission.is_fast(sequence)][sequence.turn_class] += sequence.num_uncomputed_tokens
     fast, normal = (
         (
             lane.num_to_compute(Priority.REALTIME),
