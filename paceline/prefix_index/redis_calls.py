@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.core.clock import Clock, monotonic
 from paceline.prefix_index.breaker import CircuitBreaker
@@ -11,6 +12,8 @@ from paceline.prefix_index.redis_client import RedisClient, connect
 from paceline.prefix_index.redis_url import parse_redis_url
 
 _MAX_CALLS = 16
+# An answer that has arrived takes so many turns of the event loop to get through the client, at most.
+_TURNS = 8
 
 
 class NoAnswer:
@@ -41,6 +44,7 @@ class RedisCalls:
         )
         self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
         self._slots = asyncio.Semaphore(_MAX_CALLS)
+        self._num_answers = 0
         # Some have been given up. They end within the limit, and so their connections can be used again.
         self.under_way: set[asyncio.Task[object]] = set()
         self._num_failures = self._num_late = self._num_skipped = 0
@@ -51,22 +55,34 @@ class RedisCalls:
         return self._breaker.is_open
 
     async def answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> object | NoAnswer:
-        """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long."""
+        """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long.
+
+        The budget is the server's: in a burst of calls it begins when one of the connections is free.
+        """
         if not self._breaker.allows_call():
+            self._num_skipped += 1
+            return NoAnswer()
+        has_waited = self._slots.locked()
+        if not await self._take_slot(budget_s):
+            return self._note_failure(is_late=True)
+        if has_waited and self._breaker.is_open:
+            self._slots.release()
             self._num_skipped += 1
             return NoAnswer()
         task = asyncio.create_task(self._limited(call))
         self.under_way.add(task)
-        task.add_done_callback(self.under_way.discard)
-        # What has arrived by then is read before the timer is looked at: our own standstill is not the server's delay.
+        task.add_done_callback(self._end)
         await asyncio.wait({task}, timeout=budget_s)
+        # Our own standstill is not the server's delay: what has arrived by now is read.
+        for _ in range(_TURNS):
+            if task.done():
+                break
+            await asyncio.sleep(0)
         reply = task.result() if task.done() and not task.cancelled() else NoAnswer()
         if isinstance(reply, NoAnswer):
-            self._num_late += not task.done()
-            self._num_failures += 1
-            self._breaker.record_failure()
-        else:
-            self._breaker.record_success()
+            return self._note_failure(is_late=not task.done())
+        self._num_answers += 1
+        self._breaker.record_success()
         return reply
 
     async def run_script(
@@ -89,10 +105,44 @@ class RedisCalls:
         """What happened so far."""
         return CallStats(self._num_failures, self._num_late, self._num_skipped)
 
+    async def _take_slot(self, budget_s: float) -> bool:
+        """Waits for its turn for as long as others are answered meanwhile."""
+        if not self._slots.locked():
+            await self._slots.acquire()
+            return True
+        taking = asyncio.create_task(self._slots.acquire())
+        try:
+            num_answers = -1
+            while not taking.done() and num_answers != self._num_answers:
+                num_answers = self._num_answers
+                await asyncio.wait({taking}, timeout=budget_s)
+        except asyncio.CancelledError:
+            self._give_up(taking)
+            raise
+        if not taking.done():
+            self._give_up(taking)
+            return False
+        return True
+
+    def _give_up(self, taking: "asyncio.Task[Literal[True]]") -> None:
+        """Nobody takes the slot, also if it has just become free."""
+        if not taking.cancel():
+            self._slots.release()
+
+    def _note_failure(self, *, is_late: bool) -> NoAnswer:
+        self._num_late += is_late
+        self._num_failures += 1
+        self._breaker.record_failure()
+        return NoAnswer()
+
     async def _limited(self, call: Callable[[], Awaitable[object]]) -> object | NoAnswer:
         """The call to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
         try:
-            async with asyncio.timeout(self.limit_s), self._slots:
+            async with asyncio.timeout(self.limit_s):
                 return await call()
         except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
             return NoAnswer()
+
+    def _end(self, task: "asyncio.Task[object]") -> None:
+        self.under_way.discard(task)
+        self._slots.release()
