@@ -12,8 +12,9 @@ from paceline.prefix_index.redis_client import RedisClient, connect
 from paceline.prefix_index.redis_url import parse_redis_url
 
 _MAX_CALLS = 16
-# An answer that has arrived takes so many turns of the event loop to get through the client, at most.
-_TURNS = 8
+# Turns of the event loop that a call may still take after its budget: next to nothing where the loop has nothing else to do,
+# and where it has, what a call needs to get through the client and back.
+_TURNS = 64
 
 
 class NoAnswer:
