@@ -27,7 +27,7 @@ from router.decode_link import DecodeLink
 from router.tenants import new_key
 
 _PROMPT = "A line of riders goes up the hill, and each one rides in the draft of the one before."
-_NUM_TOKENS = 40
+_NUM_TOKENS = 100
 _KEY, _HASH = new_key()
 _TENANTS = f"""
 [tenants.bench]
@@ -126,7 +126,10 @@ async def _cluster(model: Path, step_ms: float) -> AsyncIterator[LocalCluster]:
 
 async def _added(model: Path, seed: int) -> tuple[float, float]:
     """What the way through the router adds to the first token and to each of the others, with 32 streams: both ways by turns."""
-    async with _cluster(model, step_ms=4) as cluster, PacelineClient(cluster.address, api_key=_KEY) as client:
+    async with (
+        _cluster(model, step_ms=10) as cluster,
+        PacelineClient(cluster.address, api_key=_KEY) as client,
+    ):
         prompt_ids = await client.tokenize(_PROMPT)
         channels = cluster.channels()
         link = DecodeLink(channels.get(cluster.worker_addresses["decode-0"]), "decode-0", 10_000)
@@ -143,7 +146,7 @@ async def _added(model: Path, seed: int) -> tuple[float, float]:
 
         for turn in range(4):
             for name, way in (("through", through), ("direct", direct)):
-                found = await _at_once(way, 32, 4, random.Random(seed * 10 + turn))  # noqa: S311 - to spread arrivals
+                found = await _at_once(way, 32, 3, random.Random(seed * 10 + turn))  # noqa: S311 - to spread arrivals
                 lives[name] += found if turn else []  # the first turn is to warm up
         carrying.cancel()
         await asyncio.gather(carrying, return_exceptions=True)
@@ -156,7 +159,7 @@ async def _added(model: Path, seed: int) -> tuple[float, float]:
 async def _at_once(
     way: Callable[[int], Awaitable[Life]], num_streams: int, num_each: int, rng: random.Random
 ) -> list[Life]:
-    """So many streams, each with some requests one after the other; pauses keep them from arriving in step with the engine."""
+    """So many streams, each with some requests one after the other; pauses keep them from coming all at once, or in step with the engine."""
 
     async def stream(number: int, pauses_s: Sequence[float]) -> list[Life]:
         """One after the other."""
@@ -166,7 +169,7 @@ async def _at_once(
             found.append(await way(number * num_each + index))
         return found
 
-    pauses = [[rng.uniform(0, 0.05) for _ in range(num_each)] for _ in range(num_streams)]
+    pauses = [[rng.uniform(0, 1.0) for _ in range(num_each)] for _ in range(num_streams)]
     found = await asyncio.gather(*(stream(number, pauses_s) for number, pauses_s in enumerate(pauses)))
     return [life for lives in found for life in lives]
 

@@ -1,7 +1,7 @@
 """Predicts when a request would have its first token: plain arithmetic on what workers say of their pace and their queues.
 
 It follows the scheduler (docs/scheduling.md): whoever is of an earlier class, or of the same and came before, comes first; decodes
-take their part of each step, and the fast lane its own. Turns between tenants, turns by age and what is moved between workers are left out.
+take their part of each step, and in a class the fast lane its own. Turns between tenants, turns by age and what is moved between workers are left out.
 """
 
 from dataclasses import dataclass
@@ -94,14 +94,15 @@ def pending(worker: WorkerView, facts: QueueFacts) -> PendingTokens:
 
 
 def _tokens_until(ask: Ask, num_tokens: int, facts: QueueFacts, queued: PendingTokens) -> int:
-    """What is computed until this request's own tokens are: before it in its lane, and in the other one meanwhile."""
-    share, last = facts.fast_lane.share, ask.priority + 1
-    before_fast, before_normal = sum(queued.fast[:last]), sum(queued.normal[:last])
+    """What is computed until this request's own tokens are: the classes before its own, and of that its lane, and the other one meanwhile."""
+    share, priority = facts.fast_lane.share, ask.priority
+    earlier = sum(queued.fast[:priority]) + sum(queued.normal[:priority])
+    fast, normal = queued.fast[priority], queued.normal[priority]
     if ask.is_fast_in(facts.fast_lane):
-        own = before_fast + num_tokens
-        return own + int(min(sum(queued.normal), own * (1 - share) / share))
-    own = before_normal + num_tokens
-    return own + int(min(before_fast, own * share / (1 - share)))
+        own = fast + num_tokens
+        return earlier + own + int(min(normal, own * (1 - share) / share))
+    own = normal + num_tokens
+    return earlier + own + int(min(fast, own * share / (1 - share)))
 
 
 def _compute_s(worker: WorkerView, facts: QueueFacts, num_tokens: int) -> float:

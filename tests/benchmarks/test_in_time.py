@@ -71,7 +71,8 @@ def test_realtime_keeps_its_promise_under_twice_the_load() -> None:
         [each.ttft_s for each in of(result, Priority.REALTIME) if each.is_finished] for result in (twin, kept)
     )
     assert percentile(late, 0.99) > PROMISED_S >= percentile(served, 0.99)
-    assert share(of(kept, Priority.REALTIME)) >= share(of(twin, Priority.REALTIME)) - 0.01
+    # The two runs part early, and a few requests have other neighbours: two in a hundred may be off.
+    assert share(of(kept, Priority.REALTIME)) >= share(of(twin, Priority.REALTIME)) - 0.02
 
 
 def test_more_requests_are_served_in_time_when_the_others_are_refused_at_once() -> None:
