@@ -108,8 +108,8 @@ class SequenceBlocks:
     def num_to_grow(self, num_tokens: int, end: int) -> int:
         """Blocks that tokens from `num_tokens` up to `end`, computed one after the other, will ask for at most."""
         now, then = self._num_blocks_for(num_tokens), self._num_blocks_for(end)
-        if then <= now:
-            return 0
+        if then <= now or not self._windowed:
+            return max(0, then - now) * len(self.tables)
         return sum(
             min(then, group.max_live_blocks(1, self._pool.block_size) if group.is_windowed else then)
             - min(now, group.max_live_blocks(1, self._pool.block_size) if group.is_windowed else now)

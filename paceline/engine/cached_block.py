@@ -1,15 +1,15 @@
 """A full block that the prefix cache has found a name for, and when two of them hold the same tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from paceline.core.block_hash import BlockHash, group_hash
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedBlock:
+class CachedBlock(Struct, frozen=True, eq=False):
     """A full block in the prefix cache.
 
     `parent` is the very block that it follows, not its hash: a hit is a hit only along the chain of the objects that

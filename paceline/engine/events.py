@@ -81,7 +81,7 @@ class Recall:
         return self.candidates[0]
 
 
-class NewTokens(Struct, frozen=True):
+class NewTokens(Struct, frozen=True, gc=False):
     """Tokens of one candidate were sampled; `first_index` counts its output tokens over all attempts.
 
     A struct of msgspec's, since there is one for each sequence in each step.

@@ -37,6 +37,13 @@ class Room:
         self.num_refused = 0
         self.num_steps = 0
         self._refused_at_step = -1
+        # What those that run may grow by, up to a limit, until the next step or until somebody comes in.
+        self._growth: dict[int, int] = {}
+
+    def begin_step(self) -> None:
+        """Those that run have grown since, and some are gone."""
+        self.num_steps += 1
+        self._growth = {}
 
     def take(self, sequence: Sequence, *, from_cushion: bool) -> bool:
         """Reserves blocks, cached ones where there are some, or brings back what was swapped out.
@@ -53,6 +60,8 @@ class Room:
             self._refused_at_step = self.num_steps
             self.num_refused += sequence.refused_with is None
             sequence.refused_with, sequence.refused_at_step = self._pool.num_available, self.num_steps
+        else:
+            self._growth = {}
         return taken
 
     @property
@@ -79,6 +88,8 @@ class Room:
         # Of a group with a window a reader needs other blocks, depending on what it has computed itself.
         if not self._pool.is_whole or sequence.spec.bypass_cache or self._is_wanted:
             return False
+        # Between two steps anything may have changed.
+        self._growth = {}
         self.extend_hashes(sequence)
         prefix = find_prefix(self._pool, sequence.chain, len(sequence.block_hashes))
         sequence.num_computed_tokens = sequence.num_cached_tokens = prefix.num_blocks * self._pool.block_size
@@ -157,7 +168,10 @@ class Room:
             return 0
         a_block_each = self._running.num_computing * len(self._pool.groups)
         cushion = 0 if from_cushion else int(self._pressure.watermark * self._pool.num_blocks)
-        growth = self._running.growth(newcomer, limit=max(a_block_each, cushion))
+        limit = max(a_block_each, cushion)
+        if limit not in self._growth:
+            self._growth[limit] = self._running.growth(limit)
+        growth = min(limit, newcomer.num_to_grow + self._growth[limit])
         return growth + sum(map(_num_to_part, (newcomer, *self._running.prefilling, *self._running.parked)))
 
     def _is_hopeless(self, sequence: Sequence) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from paceline.engine.sequence import Sequence, SequenceRole
+from paceline.engine.sequence import Sequence
 
 
 class Running:
@@ -51,14 +51,11 @@ class Running:
         for each in (self.decoding, self.prefilling, self.parked):
             each.pop(sequence, None)
 
-    def growth(self, newcomer: Sequence, limit: int) -> int:
-        """Blocks that all of them, and the newcomer, may yet ask for until their longest ends; counted no further than `limit`."""
+    def growth(self, limit: int) -> int:
+        """Blocks that all of them may yet ask for until their longest ends; counted no further than `limit`."""
         num_blocks = 0
-        for sequence in (newcomer, *self):
+        for sequence in self:
             if num_blocks >= limit:
                 return limit
-            if sequence.role is not SequenceRole.PREFILL_ONLY:
-                num_blocks += sequence.num_seats * sequence.blocks.num_to_grow(
-                    sequence.num_tokens, sequence.max_num_tokens - 1
-                )
+            num_blocks += sequence.num_to_grow
         return min(num_blocks, limit)

@@ -120,7 +120,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Chooses this step's tokens: decodes, then chunks of running prefills, then whoever waits and fits."""
         now_s = self._clock()
-        self._room.num_steps += 1
+        self._room.begin_step()
         self._admission.begin_step(now_s)
         self._events = self._members.take_news(now_s)
         has_preempted = self._plan_decodes()

@@ -144,6 +144,13 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_to_grow(self) -> int:
+        """Blocks that all its candidates may yet ask for, beyond those of the known tokens."""
+        if self.role is SequenceRole.PREFILL_ONLY:
+            return 0
+        return self.num_seats * self.blocks.num_to_grow(len(self.token_ids), self.max_num_tokens - 1)
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether log probabilities of prompt tokens are still to be told; whoever computes the prompt elsewhere tells them."""
         is_ours = self.spec.prompt_logprobs and self.role is not SequenceRole.AWAIT_KV

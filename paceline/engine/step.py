@@ -1,6 +1,7 @@
 """The plain records in which deciding and doing meet: the scheduler writes one, the runner answers with the other.
 
 What there is of each running sequence in each step is a struct of msgspec's: it takes an eighth of the time of a frozen dataclass.
+None can be part of a cycle, and so the garbage collector is not told of them.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class ScoreTask:
     num_top_logprobs: int
 
 
-class ScheduledSequence(Struct, frozen=True):
+class ScheduledSequence(Struct, frozen=True, gc=False):
     """Compute `token_ids`, which begin at position `start`, into the blocks of `block_tables`, one a KV group.
 
     Each of `samples` chooses a token that follows them, all from the same logits: one for each candidate. If `score` is set,
