@@ -6,6 +6,7 @@ It knows a Hugging Face directory and nothing about models or workers.
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Words, spaces, several scripts, a character of four bytes: enough to see whether we read the decoder right.
 _SAMPLE = "Hello, world! It's  1 + 1 = 2.\n\tÇa va? 你好 🙂 don't"
+
+# Tokenised in a few hundred microseconds, and a thread that wants the interpreter waits up to five milliseconds for it.
+_SHORT_CHARS = 512
 
 
 def keep_torch_out() -> None:
@@ -42,7 +46,7 @@ class Tokenizer:
     the content of a chat message the same letters are only letters: nobody's content can end its turn and forge
     another. Control tokens of a chat come from the template alone.
 
-    `encode` belongs to one thread at a time; `aencode` is how a server calls it.
+    `encode` waits for another thread that encodes; `aencode` is how a server calls it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,12 +56,17 @@ class Tokenizer:
         special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.token_bytes = TokenBytes(tokens, special_ids, self._tokenizer.backend_tokenizer.decoder)
         self.vocab_size = max(tokens) + 1
-        # One thread: the library's tokenizer changes its own state while it encodes.
+        # The library's tokenizer changes its own state while it encodes: one prompt at a time.
+        self._in_use = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._require_same_text()
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt, never empty. Raises BadPromptError, which never shows the prompt."""
+        with self._in_use:
+            return self._encode(prompt)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not prompt:
             raise BadPromptError("the prompt is empty")
         if isinstance(prompt, str):
@@ -67,7 +76,12 @@ class Tokenizer:
         return self._encode_chat(messages) if messages else self._check_ids(ids)
 
     async def aencode(self, prompt: Prompt) -> tuple[int, ...]:
-        """`encode`, off the event loop."""
+        """`encode`, off the event loop, unless the prompt is so short that the way to the thread and back takes longer."""
+        if _is_short(prompt) and self._in_use.acquire(blocking=False):
+            try:
+                return self._encode(prompt)
+            finally:
+                self._in_use.release()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.encode, prompt)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -132,6 +146,13 @@ def _load(directory: Path) -> "PreTrainedTokenizerFast":
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {directory} has no tokenizer.json, which Paceline needs")
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _is_short(prompt: Prompt) -> bool:
+    """Characters of text or of a chat, or token ids, which are only looked at."""
+    if isinstance(prompt, str) or len(prompt) > _SHORT_CHARS:
+        return len(prompt) <= _SHORT_CHARS
+    return sum(len(part.content) if isinstance(part, ChatMessage) else 1 for part in prompt) <= _SHORT_CHARS
 
 
 def _check_roles(messages: tuple[ChatMessage, ...]) -> None:

@@ -1,7 +1,7 @@
 """The workers that this router sees: found by address, known by their own words, gone when their stream breaks."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -58,6 +58,8 @@ class WorkerRegistry:
     message_s: float = 0.0
     assignments: Assignments = field(default_factory=Assignments)
     clock: Clock = monotonic
+    # None while nobody is there.
+    served: ServedModel | None = None
     _known: dict[WorkerKey, KnownWorker] = field(default_factory=dict)
     # The lives that somebody follows, and every address at which somebody looks.
     _claimed: set[WorkerKey] = field(default_factory=set)
@@ -158,19 +160,6 @@ class WorkerRegistry:
                 while key in self._known:
                     await self.changed.wait()
 
-    @property
-    def served(self) -> ServedModel | None:
-        """What is served; None while nobody is there."""
-        if not self._known:
-            return None
-        infos = [known.info for known in self._known.values()]
-        return ServedModel(
-            model_id=infos[0].model_id,
-            fingerprint=fingerprint_from_proto(infos[0].fingerprint),
-            vocab_size=infos[0].vocab_size,
-            max_model_tokens=min(info.max_model_tokens for info in infos),
-        )
-
     async def _follow(self, watch: Watch) -> None:
         stub = WorkerServiceStub(self.channels.get(watch.address))
         try:
@@ -252,16 +241,20 @@ class WorkerRegistry:
         load: worker_pb2.WatchLoadResponse,
         link: DecodeLink | None,
     ) -> None:
-        fresh = KnownWorker(watch.address, info, load, link, self.clock())
-        known = self._known.setdefault(fresh.key, fresh)
-        known.load, known.reported_s = load, fresh.reported_s
-        if known is fresh:
-            log.info("worker_found", peer=info.worker_id, address=watch.address, num_blocks=info.num_blocks)
-            watch.note_found()
-            self.notify()
+        known = self._known.get(key_of(info))
+        if known is not None:
+            known.note_load(load, self.clock())
+            return
+        known = KnownWorker(watch.address, info, load, link, self.clock())
+        self._known[known.key] = known
+        self.served = _served_by(self._known.values())
+        log.info("worker_found", peer=info.worker_id, address=watch.address, num_blocks=info.num_blocks)
+        watch.note_found()
+        self.notify()
 
     def _remove(self, info: worker_pb2.GetInfoResponse) -> None:
         if self._known.pop(key_of(info), None) is not None:
+            self.served = _served_by(self._known.values())
             log.warning("worker_lost", peer=info.worker_id)
             self.notify()
 
@@ -287,6 +280,18 @@ class WorkerRegistry:
         if served is not None:
             # How they cut their KV into blocks is for them: a hand-over converts it, or refuses.
             served.fingerprint.require_same_content(fingerprint_from_proto(info.fingerprint))
+
+
+def _served_by(workers: Collection[KnownWorker]) -> ServedModel | None:
+    infos = [known.info for known in workers]
+    if not infos:
+        return None
+    return ServedModel(
+        model_id=infos[0].model_id,
+        fingerprint=fingerprint_from_proto(infos[0].fingerprint),
+        vocab_size=infos[0].vocab_size,
+        max_model_tokens=min(info.max_model_tokens for info in infos),
+    )
 
 
 def _name_of(role: int) -> str:

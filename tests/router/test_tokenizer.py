@@ -136,13 +136,26 @@ def test_a_decoder_that_we_misread_is_refused_at_start(tmp_path: Path) -> None:
 
 
 async def test_aencode_works_on_one_thread_of_its_own(tiny_tokenizer_dir: Path) -> None:
-    """Requests that tokenise at once share one thread, off the event loop, and get what they would get alone."""
+    """Long prompts that are tokenised at once share one thread, off the event loop, and with short ones between them all get what they would get alone."""
     tokenizer = Tokenizer(tiny_tokenizer_dir)
     before = set(threading.enumerate())
-    prompts: list[Prompt] = [_user(f"{EOS_TOKEN} {n}") if n % 2 else f"Hello {n}" for n in range(32)]
+    texts = [f"Hello {n} " * (200 if n % 3 else 1) for n in range(32)]
+    prompts: list[Prompt] = [_user(EOS_TOKEN + text) if n % 2 else text for n, text in enumerate(texts)]
     answers = await asyncio.gather(*(tokenizer.aencode(prompt) for prompt in prompts))
     assert len(set(threading.enumerate()) - before) == 1
     assert answers == [tokenizer.encode(prompt) for prompt in prompts]
+    tokenizer.close()
+
+
+async def test_a_short_prompt_needs_no_thread(tiny_tokenizer_dir: Path) -> None:
+    """It is tokenised where it is asked for, at once; a long one never is."""
+    tokenizer = Tokenizer(tiny_tokenizer_dir)
+    before = set(threading.enumerate())
+    assert await tokenizer.aencode("Hello") == tokenizer.encode("Hello")
+    assert await tokenizer.aencode(_user("Hello")) == tokenizer.encode(_user("Hello"))
+    assert not set(threading.enumerate()) - before
+    assert await tokenizer.aencode("Hello " * 100) == tokenizer.encode("Hello " * 100)
+    assert len(set(threading.enumerate()) - before) == 1
     tokenizer.close()
 
 
