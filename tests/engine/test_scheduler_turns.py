@@ -161,9 +161,9 @@ def test_a_bar_does_not_come_in_before_realtime_ones() -> None:
 def test_the_oldest_that_does_not_fit_is_not_passed_by_others_that_are_old() -> None:
     """A large request, and short ones that have waited for long too: once they have passed it as often as may be, it comes in first."""
     timed = Timed(100, aging_s=5.0, max_overtakes=8, overload_wait_s=1e6)
-    urgent = _poisson(20, 500, name="r", prompt=(100, 100), output=(30, 60), priority=REALTIME)
-    short = _poisson(20, 500, name="f", prompt=(40, 60), output=(10, 20))
-    timed.serve([*urgent, *short, (3.0, _spec("large", 1100, 4))], until_s=25)
+    urgent = _poisson(20, 350, name="r", prompt=(100, 100), output=(30, 60), priority=REALTIME)
+    short = _poisson(20, 350, name="f", prompt=(40, 60), output=(10, 20))
+    timed.serve([*urgent, *short, (3.0, _spec("large", 1100, 4))], until_s=17)
     assert _life(timed, "large").token_s
 
 
@@ -174,9 +174,9 @@ def test_one_that_lost_its_blocks_is_not_starved_by_tenants_that_come_and_go(pri
     large = _spec("large", 700, 800, tenant="large", priority=priority)
     new = [
         (1.0 + 0.05 * n, _spec(f"s{n}", 100, 100, tenant=f"t{n}", priority=priority, time_budget_s=8.0))
-        for n in range(780)
+        for n in range(180)
     ]
-    timed.serve([(0.0, large), *new], until_s=40)
+    timed.serve([(0.0, large), *new], until_s=10)
     life = _life(timed, "large")
     assert life.has_ended
     assert life.num_preemptions > 0
