@@ -13,7 +13,7 @@ from paceline.engine.pressure import Pressure
 from paceline.engine.room import Room, may_use_cushion
 from paceline.engine.running import Running
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.sequence import Sequence, SequenceStatus
+from paceline.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from paceline.engine.waiting import WaitingQueue
 
 # After so many that do not fit nobody is looked at any more in this step, if anything is computed in it.
@@ -37,10 +37,11 @@ class Admission:
         policy = TURN_POLICIES[config.policy]
         self.fast = WaitingQueue(policy)
         self.normal = WaitingQueue(policy)
-        # Of this step: the time, whether somebody may come in, whether those before it may hold it back, and how many BATCH
-        # requests may come in.
+        # Of this step: the time, whether somebody may come in, whether those before it may hold it back, whether none that would
+        # wait for KV may, and how many BATCH requests may come in.
         self._now_s = 0.0
         self._is_open = self._is_bound = True
+        self._has_parked = False
         self._num_batch_left = 0
         # Admissions since somebody came in by age alone, and who would be the next to do so, but does not fit.
         self._num_since_aged = 0
@@ -102,7 +103,7 @@ class Admission:
 
     def begin_step(self, now_s: float) -> None:
         """Time has passed: BATCH requests give way or come back, and a pause may be over."""
-        self._now_s, self._due, self._is_bound = now_s, None, True
+        self._now_s, self._due, self._is_bound, self._has_parked = now_s, None, True, False
         is_computing = self._running.is_computing
         waiting = [queue for queue in (self.fast, self.normal) if len(queue)]
         urgent = [arrival_s for queue in waiting if (arrival_s := queue.oldest_urgent_s()) is not None]
@@ -121,8 +122,12 @@ class Admission:
         self._is_open = False
 
     def unbind(self) -> None:
-        """Nothing is computed in this step, so far: whoever fits comes in, whoever is before it."""
+        """Nothing is computed in this step, so far: whoever fits comes in, whoever is before it.
+
+        But for those that would only wait for KV, where some do: nobody computes the sooner for it, and there might always be some.
+        """
         self._is_bound = False
+        self._has_parked = bool(self._running.parked)
 
     def refused(self) -> list[tuple[Sequence, Event]]:
         """BATCH requests that shall not wait any longer. Those that have begun are of another class."""
@@ -147,8 +152,9 @@ class Admission:
         arrived_by_s = self._now_s - self._config.aging_s
         aged = [(*each, queue) for queue in (self.fast, self.normal) for each in queue.by_age(arrived_by_s)]
         for _, sequence, is_tenants, queue in sorted(aged, key=lambda each: each[0]):
-            # A class's turn is its least served tenant's, in whichever lane that one waits.
-            heads = () if is_tenants else self._other(queue).head(sequence.turn_class)
+            # A class's turn is that of whoever lost its blocks, then its least served tenant's, in whichever lane.
+            is_first = is_tenants or queue.is_sent_back(sequence)
+            heads = () if is_first else self._other(queue).head(sequence.turn_class)
             is_ahead = any(head.account.service < sequence.account.service for head in heads)
             if is_ahead or self._gives_way(sequence.turn_class):
                 continue
@@ -158,10 +164,10 @@ class Admission:
                 yield sequence
                 return
             self._due = self._due or sequence
-        # Then nobody comes in before it, of whatever class.
-        due = self._due
-        if due is not None and self._running.is_computing and self._is_bar(due, self._queue_of(due)):
-            self.close()
+            # After so many nobody comes in before the oldest, of whatever class and however old.
+            if self._running.is_computing and self._is_bar(self._due, self._queue_of(self._due)):
+                self.close()
+                return
 
     def admitted(self, queue: WaitingQueue, priority: Priority) -> Iterator[Sequence]:
         """Those of a lane and a class that fit, one after the other; each has its room once it is given."""
@@ -178,7 +184,7 @@ class Admission:
         other = self._other(queue)
         before = [*other.refused(priority), *other.head(priority)]
         refused, has_admitted = queue.note_look(priority), False
-        for sequence in queue.in_turn(priority):
+        for sequence in self._in_turn(queue, priority):
             # At the head of its class whoever lost its blocks is before all others.
             is_bound = self._is_bound and (bool(refused) or not queue.is_sent_back(sequence))
             if self._gives_way(priority) or (is_bound and not self._may_pass(sequence, before, queue)):
@@ -193,7 +199,14 @@ class Admission:
             if len(refused) >= _LOOK_AHEAD and self._is_bound:
                 break
         if refused and not has_admitted:
-            queue.note_blocked(priority, *now, is_bound=self._is_bound)
+            queue.note_blocked(priority, *now, is_bound=self._is_bound or self._has_parked)
+
+    def _in_turn(self, queue: WaitingQueue, priority: Priority) -> Iterator[Sequence]:
+        """Those of a lane and a class, without those that would wait for KV where that may not be."""
+        for sequence in queue.in_turn(priority):
+            may_wait = sequence.role is SequenceRole.AWAIT_KV or sequence.is_recallable
+            if not (self._has_parked and may_wait):
+                yield sequence
 
     # -- who is before whom
 
@@ -222,12 +235,18 @@ class Admission:
             least = other.account.service
             if service > least + lead:
                 return False
-            if service >= least and self._is_bar(other, queue):
+            if self._is_before(other, service) and self._is_bar(other, queue):
                 # Of two bars of one tenant, in two lanes, one has to be the first.
                 is_first = self._is_bar(sequence, queue) and sequence.number < other.number
-                if service > least or not is_first:
+                if service != least or not is_first:
                     return False
         return True
+
+    def _is_before(self, other: Sequence, service: float) -> bool:
+        """Whether its turn is before that of one of its class whose tenant was served so much: whoever lost its blocks is at the head."""
+        is_preempted = other.status is SequenceStatus.PREEMPTED
+        is_sent_back = is_preempted and self._queue_of(other).is_sent_back(other)
+        return is_sent_back or other.account.service <= service
 
     def _note_admitted(self, sequence: Sequence, queue: WaitingQueue) -> None:
         priority, service = sequence.turn_class, sequence.account.service
@@ -237,7 +256,7 @@ class Admission:
             for each in Priority
             if each <= priority
             for other in lane.refused(each)
-            if each < priority or other.account.service <= service
+            if each < priority or self._is_before(other, service)
         }
         for other in passed | ({self._due} if self._due is not None else set()):
             other.num_overtaken += 1

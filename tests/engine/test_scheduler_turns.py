@@ -2,15 +2,16 @@
 
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import pytest
 
-from paceline.core.request import Priority, SequenceSpec
+from paceline.core.request import FirstToken, Priority, SequenceSpec
+from paceline.engine.events import Reserved
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench
-from tests.engine.test_scheduler_policies import NO_LANE, _spec
+from tests.engine.test_scheduler_policies import NO_LANE, _poisson, _spec
 from tests.engine.timed import Life, Timed, percentile
 from tests.factories import make_spec
 
@@ -155,6 +156,48 @@ def test_a_bar_does_not_come_in_before_realtime_ones() -> None:
     # A family that was admitted before the burst has its first token by 3.2 s.
     begun = [life.token_s[0] for each, life in timed.lives.items() if each.request_id[0] == "s"]
     assert not [first_s for first_s in begun if 3.2 < first_s < last_s]
+
+
+def test_the_oldest_that_does_not_fit_is_not_passed_by_others_that_are_old() -> None:
+    """A large request, and short ones that have waited for long too: once they have passed it as often as may be, it comes in first."""
+    timed = Timed(100, aging_s=5.0, max_overtakes=8, overload_wait_s=1e6)
+    urgent = _poisson(20, 350, name="r", prompt=(100, 100), output=(30, 60), priority=REALTIME)
+    short = _poisson(20, 350, name="f", prompt=(40, 60), output=(10, 20))
+    timed.serve([*urgent, *short, (3.0, _spec("large", 1100, 4))], until_s=17)
+    assert _life(timed, "large").token_s
+
+
+@pytest.mark.parametrize("priority", [STANDARD, REALTIME])
+def test_one_that_lost_its_blocks_is_not_starved_by_tenants_that_come_and_go(priority: Priority) -> None:
+    """Its turn is before those of the other lane, whatever its tenant was served: what has begun goes on."""
+    timed = Timed(100, aging_s=5.0, max_overtakes=8, overload_wait_s=1e6)
+    large = _spec("large", 700, 800, tenant="large", priority=priority)
+    new = [
+        (1.0 + 0.05 * n, _spec(f"s{n}", 100, 100, tenant=f"t{n}", priority=priority, time_budget_s=8.0))
+        for n in range(180)
+    ]
+    timed.serve([(0.0, large), *new], until_s=10)
+    life = _life(timed, "large")
+    assert life.has_ended
+    assert life.num_preemptions > 0
+
+
+def test_a_large_hand_over_is_not_starved_by_small_ones_whose_kv_is_on_its_way() -> None:
+    """Small hand-overs with one or two tokens to compute are mostly waiting for KV: where nobody computes, no more of them pass it."""
+    bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, max_overtakes=3, aging_s=1e6)
+    parked: deque[SequenceSpec] = deque()
+    large = make_spec("large", (2,) * 40, max_tokens=2)
+    for step in range(200):
+        small = make_spec(f"s{step}", (3, step), max_tokens=2)
+        bench.add(small, SequenceRole.AWAIT_KV)
+        parked.append(small)
+        if step == 10:
+            bench.add(large, SequenceRole.AWAIT_KV)
+        bench.step()
+        # Pulls take some steps.
+        if step % 2 and step > 6 and bench.of(parked[0].sequence_id, Reserved):
+            bench.commit(parked.popleft(), FirstToken(1, None, None, 0))
+    assert bench.of(large.sequence_id, Reserved)
 
 
 # -- gaps of service
