@@ -40,6 +40,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Seconds since the loop was made."""
         return self._virtual.now_s
 
+    def stand_still(self, duration_s: float) -> None:
+        """Time passes in which the loop does nothing, as if something blocked it."""
+        self._virtual.now_s += duration_s
+
     async def settle(self) -> None:
         """Returns when everybody has done what takes no time. One waits for that at a time."""
         assert self._virtual.quiet is None

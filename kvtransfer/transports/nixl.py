@@ -188,6 +188,7 @@ class NixlTransport:
         self, ticket: KvTicket, held_hashes: Sequence[BlockHash], into: Sequence[BlockId]
     ) -> AsyncGenerator[KvMessage, None]:
         """Blocks that are in their places already, some at a time; then the end."""
+        num_come = len(held_hashes)
         async with aclosing(self._grpc.pull_references(ticket, held_hashes)) as messages:
             async for message in messages:
                 if isinstance(message, PullEnd):
@@ -195,7 +196,8 @@ class NixlTransport:
                     continue
                 for first in range(0, len(message), self._max_blocks):
                     blocks = message[first : first + self._max_blocks]
-                    await self._nixl.read(self._owner, blocks, self._places(blocks, into))
+                    await self._nixl.read(self._owner, blocks, self._places(blocks, into, num_come))
+                    num_come += len(blocks)
                     for block in blocks:
                         yield KvWritten(block.ordinal, self._block_bytes, block.checksum)
 
@@ -211,10 +213,11 @@ class NixlTransport:
         """Ends the lease."""
         return await self._grpc.release(ticket)
 
-    def _places(self, blocks: Sequence[KvReference], into: Sequence[BlockId]) -> list[BlockId]:
-        """Where they belong. Looked at before an engine writes: it would ask nobody."""
-        for block in blocks:
-            if block.block_id >= self._num_blocks or block.ordinal >= len(into):
+    def _places(self, blocks: Sequence[KvReference], into: Sequence[BlockId], num_come: int) -> list[BlockId]:
+        """Where they belong, which is the next places. Looked at before an engine writes: it would ask nobody."""
+        for ordinal, block in enumerate(blocks, num_come):
+            is_next = block.ordinal == ordinal < len(into)
+            if block.block_id >= self._num_blocks or not is_next:
                 raise TransportBrokenError(
                     f"the owner names block {block.block_id} of {self._num_blocks} for place {block.ordinal} of {len(into)}"
                 )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.core.clock import Clock, monotonic
 from paceline.prefix_index.breaker import CircuitBreaker
@@ -33,7 +33,7 @@ class CallStats:
 class RedisCalls:
     """Calls of the Redis at a URL of one of the forms of `paceline/prefix_index/redis_url.py`. Raises ConfigError for a bad URL.
 
-    No call lasts longer than `limit_s`, whether or not somebody still waits for it.
+    No call lasts longer than `limit_s`, whether or not somebody still waits for it, and none waits longer than that for a connection.
     """
 
     def __init__(
@@ -48,6 +48,9 @@ class RedisCalls:
         self._num_answers = 0
         # Some have been given up. They end within the limit, and so their connections can be used again.
         self.under_way: set[asyncio.Task[object]] = set()
+        # Those among them that have missed their budget.
+        self._overdue: set[asyncio.Task[object]] = set()
+        self._is_closed = False
         self._num_failures = self._num_late = self._num_skipped = 0
 
     @property
@@ -60,29 +63,28 @@ class RedisCalls:
 
         The budget is the server's: in a burst of calls it begins when one of the connections is free.
         """
-        if not self._breaker.allows_call():
-            self._num_skipped += 1
-            return NoAnswer()
-        has_waited = self._slots.locked()
+        if self._is_closed or not self._breaker.allows_call():
+            return self._note_skipped()
+        is_trial = self._breaker.is_open
         if not await self._take_slot(budget_s):
             return self._note_failure(is_late=True)
-        if has_waited and self._breaker.is_open:
+        if self._is_called_off(is_trial=is_trial):
             self._slots.release()
-            self._num_skipped += 1
-            return NoAnswer()
+            return self._note_skipped()
         task = asyncio.create_task(self._limited(call))
         self.under_way.add(task)
         task.add_done_callback(self._end)
-        await asyncio.wait({task}, timeout=budget_s)
-        # Our own standstill is not the server's delay: what has arrived by now is read.
-        for _ in range(_TURNS):
-            if task.done():
-                break
-            await asyncio.sleep(0)
-        reply = task.result() if task.done() and not task.cancelled() else NoAnswer()
+        return await self._reply(task, budget_s)
+
+    async def _reply(self, task: "asyncio.Task[object]", budget_s: float) -> object | NoAnswer:
+        """What it brings within the budget; it goes on, also when nobody waits for it any more."""
+        await _wait(task, budget_s, task.done)
+        if not task.done():
+            self._overdue.add(task)
+            return self._note_failure(is_late=True)
+        reply = _result(task)
         if isinstance(reply, NoAnswer):
-            return self._note_failure(is_late=not task.done())
-        self._num_answers += 1
+            return self._note_failure(is_late=False)
         self._breaker.record_success()
         return reply
 
@@ -93,7 +95,8 @@ class RedisCalls:
         return await self.client.commands.execute_command("EVAL", script, len(keys), *keys, *arguments)
 
     async def aclose(self) -> None:
-        """Gives up what is under way, and closes the connections."""
+        """Gives up what is under way, and closes the connections; later calls, and those that wait, are not made."""
+        self._is_closed = True
         for call in self.under_way:
             call.cancel()
         if self.under_way:
@@ -107,16 +110,13 @@ class RedisCalls:
         return CallStats(self._num_failures, self._num_late, self._num_skipped)
 
     async def _take_slot(self, budget_s: float) -> bool:
-        """Waits for its turn for as long as others are answered meanwhile."""
+        """Waits for its turn for as long as others are answered meanwhile and most connections work, and at most `limit_s`."""
         if not self._slots.locked():
             await self._slots.acquire()
             return True
         taking = asyncio.create_task(self._slots.acquire())
         try:
-            num_answers = -1
-            while not taking.done() and num_answers != self._num_answers:
-                num_answers = self._num_answers
-                await asyncio.wait({taking}, timeout=budget_s)
+            await self._wait_for_turn(taking, budget_s)
         except asyncio.CancelledError:
             self._give_up(taking)
             raise
@@ -125,10 +125,35 @@ class RedisCalls:
             return False
         return True
 
+    async def _wait_for_turn(self, taking: "asyncio.Task[Literal[True]]", budget_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + self.limit_s
+        while await self._sees_answers(taking, min(budget_s, end_s - clock())):
+            if taking.done() or self._is_stuck or clock() >= end_s:
+                return
+
+    async def _sees_answers(self, taking: "asyncio.Task[Literal[True]]", budget_s: float) -> bool:
+        num_before = self._num_answers
+        await _wait(taking, budget_s, lambda: self._num_answers != num_before)
+        return self._num_answers != num_before
+
+    def _is_called_off(self, *, is_trial: bool) -> bool:
+        """What may have happened to a call that waited for its turn."""
+        return self._is_closed or (self._breaker.is_open and not is_trial)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether half of the connections or more are held by calls that the server does not answer in time."""
+        return 2 * len(self._overdue) >= _MAX_CALLS
+
     def _give_up(self, taking: "asyncio.Task[Literal[True]]") -> None:
         """Nobody takes the slot, also if it has just become free."""
         if not taking.cancel():
             self._slots.release()
+
+    def _note_skipped(self) -> NoAnswer:
+        self._num_skipped += 1
+        return NoAnswer()
 
     def _note_failure(self, *, is_late: bool) -> NoAnswer:
         self._num_late += is_late
@@ -145,5 +170,24 @@ class RedisCalls:
             return NoAnswer()
 
     def _end(self, task: "asyncio.Task[object]") -> None:
+        # Also where nobody waits for the answer any more: those who wait for a connection see that Redis answers.
+        self._num_answers += not isinstance(_result(task), NoAnswer)
         self.under_way.discard(task)
+        self._overdue.discard(task)
         self._slots.release()
+
+
+def _result(task: "asyncio.Task[object]") -> object | NoAnswer:
+    return NoAnswer() if task.cancelled() else task.result()
+
+
+async def _wait(task: "asyncio.Task[Any]", budget_s: float, is_enough: Callable[[], bool]) -> None:
+    """Returns when the task is done, or its budget is over; a little later unless it is enough that something else holds by then.
+
+    Our own standstill is not the server's delay: what has arrived by now is read.
+    """
+    await asyncio.wait({task}, timeout=budget_s)
+    for _ in range(_TURNS):
+        if task.done() or is_enough():
+            return
+        await asyncio.sleep(0)

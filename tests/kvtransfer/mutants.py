@@ -7,6 +7,7 @@ from typing import Any
 
 from decode_service.quarantine import Quarantine
 from kvtransfer.chunks import LeaseState
+from kvtransfer.keep_alive import Kept, _Pulse
 from kvtransfer.landing import DirectLanding
 from kvtransfer.leases import LeasePhase, LeaseTable
 from kvtransfer.receiver import HandOver, ReceivedKv
@@ -64,6 +65,15 @@ def _release_as_valid(self: LeaseTable, lease_id: LeaseId) -> LeaseState:
     if lease is not None:
         self._end(lease, LeasePhase.RELEASED)
     return LeaseState.VALID
+
+
+async def _renew_nothing(self: _Pulse, batch: Sequence[Kept]) -> None:
+    """No heart beats."""
+
+
+def _renew_without_clock(self: LeaseTable, lease_id: LeaseId) -> LeaseState:
+    """Whoever asks hears whether it holds, and it ends when it would have ended."""
+    return LeaseState.EXPIRED if self._find(lease_id) is None else LeaseState.VALID
 
 
 def _require_nothing(self: DirectLanding) -> None:
@@ -151,6 +161,10 @@ MUTANTS = {
         "_release",
         _release_as_valid,
         "without the owner's word",
+    ),
+    "no heartbeat": Mutant(2, _Pulse, "_renew", _renew_nothing, "expired though it was renewed"),
+    "a renewal that starts no clock": Mutant(
+        2, LeaseTable, "_renew", _renew_without_clock, "expired though it was renewed"
     ),
     "a part is enough": Mutant(
         3,

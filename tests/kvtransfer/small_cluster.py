@@ -7,15 +7,15 @@ What passes between workers takes time, and may be lost, damaged or late, to pla
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from decode_service.session import DecodeSession
 from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.chunks import KvMessage, LeaseState
-from kvtransfer.keep_alive import KeepAlive
-from kvtransfer.leases import LeaseTable, sweep_forever
+from kvtransfer.keep_alive import KeepAlive, Kept
+from kvtransfer.leases import Lease, LeasePhase, LeaseTable, sweep_forever
 from kvtransfer.lending import PrefixRequest
 from kvtransfer.receiver import HandOverTimes, KVReceiver
 from kvtransfer.sender import KVSender
@@ -53,6 +53,7 @@ from tests.engine.harness import VOCAB_SIZE, oracle
 from tests.factories import BLOCK_SIZE, FINGERPRINT
 from tests.virtual_time import VirtualTimeLoop, virtual_clock
 
+HEARTBEAT_S = 5.0
 # Two heartbeats.
 TTL_S = 12.0
 # A block takes 32 bytes, and so two messages, each of which is so long on its way.
@@ -96,6 +97,43 @@ class WatchedSender(KVSender):
         pairs = zip(lease_ids, states, strict=True)
         self._confirmed |= {lease_id for lease_id, state in pairs if state is LeaseState.VALID} & held
         return states
+
+
+class WatchedKeepAlive(KeepAlive):
+    """Remembers since when each lease has been kept."""
+
+    def __init__(self, transport: "Network") -> None:
+        super().__init__(transport, every_s=HEARTBEAT_S)
+        self._kept: dict[LeaseId, tuple[Kept, float]] = {}
+
+    @asynccontextmanager
+    async def keep(self, ticket: KvTicket) -> AsyncGenerator[Kept, None]:
+        """See KeepAlive.keep."""
+        async with super().keep(ticket) as kept:
+            self._kept[ticket.lease_id] = kept, virtual_clock()
+            try:
+                yield kept
+            finally:
+                del self._kept[ticket.lease_id]
+
+    def has_renewed(self, lease_id: LeaseId) -> bool:
+        """Whether it is kept now, and for so long that a heartbeat must have come of it."""
+        kept, since_s = self._kept.get(lease_id, (None, 0.0))
+        is_kept = kept is not None and kept in kept._pulse.kept
+        return is_kept and virtual_clock() - since_s > HEARTBEAT_S + LATENCY_S
+
+
+class WatchedLeases(LeaseTable):
+    """Does not bear that a lease expires while somebody keeps it alive, unless renewals have been lost."""
+
+    def __init__(self, cluster: "SmallCluster", on_end: Callable[[SequenceId], None]) -> None:
+        super().__init__(on_end, ttl_s=TTL_S, clock=virtual_clock)
+        self._cluster = cluster
+
+    def _end(self, lease: Lease, phase: LeasePhase) -> None:
+        super()._end(lease, phase)
+        if phase is LeasePhase.EXPIRED and self._cluster.is_kept_alive(lease.lease_id):
+            self._cluster.errors.append(f"{lease.lease_id} expired though it was renewed")
 
 
 class ReservedBlocks:
@@ -433,10 +471,10 @@ class SmallCluster:
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(config, pool, runner.memory, clock=virtual_clock)
         engine = SteppedEngine(Engine(scheduler, runner, clock=virtual_clock))
-        leases = LeaseTable(_release_leased(engine), ttl_s=TTL_S, clock=virtual_clock)
+        leases = WatchedLeases(self, _release_leased(engine))
         reserved = ReservedBlocks(self, runner.memory, scheduler)
         network = Network(self, name, reserved)
-        keep_alive = KeepAlive(network)
+        keep_alive = WatchedKeepAlive(network)
         loans = KVReceiver(network, reserved, fingerprint, LOAN_TIMES, keep_alive=keep_alive)
         num_tokens = num_blocks * BLOCK_SIZE
         worker = Worker(
@@ -486,6 +524,13 @@ class SmallCluster:
         for task in life.session._hand_overs.values():
             task.cancel()
         self.lives[name] = self._make(name)
+
+    def is_kept_alive(self, lease_id: LeaseId) -> bool:
+        """Whether a worker that lives keeps it, long enough to have renewed it, and no renewal has been lost."""
+        keepers = [cast("WatchedKeepAlive", life.worker.receiver._keep_alive) for life in self.lives.values()]
+        return not self.struck[FaultKind.LOSE_RENEWALS] and any(
+            each.has_renewed(lease_id) for each in keepers
+        )
 
     def next_loss(self) -> FaultKind | None:
         """What becomes of the release that is sent now."""

@@ -3,7 +3,7 @@
 import asyncio
 
 from paceline.prefix_index.redis_calls import NoAnswer, RedisCalls
-from tests.virtual_time import in_virtual_time, virtual_clock
+from tests.virtual_time import VirtualTimeLoop, in_virtual_time, virtual_clock
 
 BUDGET_S = 0.005
 
@@ -58,3 +58,91 @@ async def test_calls_that_are_given_up_leave_their_places() -> None:
     begin_s = virtual_clock()
     assert await asyncio.gather(*(calls.answer(_answered, BUDGET_S) for _ in range(16))) == [1] * 16
     assert virtual_clock() - begin_s < BUDGET_S
+
+
+@in_virtual_time
+async def test_a_server_that_answers_one_connection_only_costs_a_few_budgets() -> None:
+    """Who waits while the other connections hang gives up, though there are answers; as with a dead shard of a cluster."""
+    calls, begin_s = _calls(), virtual_clock()
+    hanging = [asyncio.create_task(calls.answer(_hung, BUDGET_S)) for _ in range(15)]
+    await asyncio.sleep(0)
+    answers = await asyncio.gather(*(calls.answer(_answered, BUDGET_S) for _ in range(400)))
+    assert 1 in answers
+    assert virtual_clock() - begin_s <= 3.1 * BUDGET_S
+    await asyncio.gather(*hanging)
+    await calls.aclose()
+
+
+@in_virtual_time
+async def test_nobody_waits_for_a_connection_longer_than_a_call_may_last() -> None:
+    """Also when more calls come than a server that answers can answer."""
+    calls = RedisCalls("redis://127.0.0.1:1", limit_s=0.1, clock=virtual_clock)
+    begin_s = virtual_clock()
+    answers = await asyncio.gather(*(calls.answer(_answered, BUDGET_S) for _ in range(1000)))
+    assert 300 < answers.count(1) < 500
+    assert virtual_clock() - begin_s <= calls.limit_s + 2 * BUDGET_S
+
+
+@in_virtual_time
+async def test_answers_to_callers_who_have_left_show_that_the_server_answers() -> None:
+    """Those who wait for a connection are not told that the server is late, since others were cancelled."""
+    calls = _calls()
+    leaving = [asyncio.create_task(calls.answer(_answered, BUDGET_S)) for _ in range(32)]
+    await asyncio.sleep(0)
+    staying = [asyncio.create_task(calls.answer(_answered, BUDGET_S)) for _ in range(32)]
+    await asyncio.sleep(0.5 * BUDGET_S)
+    for call in leaving[:16]:
+        call.cancel()
+    assert await asyncio.gather(*staying) == [1] * 32
+    assert calls.stats().num_failures == 0
+
+
+@in_virtual_time
+async def test_a_standstill_of_the_loop_fails_nobody_who_waits_for_a_connection() -> None:
+    """What arrived meanwhile is read first, whether a caller waits for its answer or for its turn."""
+    calls = _calls()
+    burst = [asyncio.create_task(calls.answer(_answered, BUDGET_S)) for _ in range(100)]
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(_stand_still, 1.5 * BUDGET_S)
+    assert await asyncio.gather(*burst) == [1] * 100
+    assert calls.stats().num_failures == 0
+
+
+@in_virtual_time
+async def test_nobody_who_waits_for_a_connection_begins_after_the_end() -> None:
+    """Once closed no call is made, by those who wait for their turn neither: nothing would close its connection."""
+    calls = _calls()
+    begun: list[int] = []
+
+    async def hung() -> object:
+        """Notes that it was made."""
+        begun.append(1)
+        return await _hung()
+
+    callers = [asyncio.create_task(calls.answer(hung, 1.0)) for _ in range(20)]
+    await asyncio.sleep(0.001)
+    # Those who would say that the server is away.
+    for caller in callers[:16]:
+        caller.cancel()
+    await calls.aclose()
+    answers = await asyncio.gather(*callers[16:], calls.answer(hung, 1.0))
+    assert all(isinstance(answer, NoAnswer) for answer in answers)
+    assert (len(begun), calls.under_way) == (16, set())
+
+
+@in_virtual_time
+async def test_a_trial_that_waits_for_a_connection_is_made() -> None:
+    """The breaker that is open since before is no reason to leave out the call that shall find out."""
+    calls = RedisCalls("redis://127.0.0.1:1", limit_s=1.0, pause_s=0.99, clock=virtual_clock)
+    await asyncio.gather(*(calls.answer(_hung, BUDGET_S) for _ in range(16)))
+    assert calls.is_away
+    await asyncio.sleep(calls.limit_s - 0.001 - virtual_clock())
+    assert await calls.answer(_answered, BUDGET_S) == 1
+    assert not calls.is_away
+
+
+def _stand_still(duration_s: float) -> None:
+    """Something blocks the loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.stand_still(duration_s)
