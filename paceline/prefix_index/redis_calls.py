@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from paceline.core.clock import Clock, monotonic
@@ -55,10 +56,16 @@ class RedisCalls:
         """What the last calls say: whether the breaker holds further ones back."""
         return self._breaker.is_open
 
-    async def answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> object | NoAnswer:
+    async def answer(
+        self,
+        call: Callable[[], Awaitable[object]],
+        budget_s: float,
+        on_abandoned: Callable[[object], None] | None = None,
+    ) -> object | NoAnswer:
         """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long.
 
-        The budget is the server's: in a burst of calls it begins when one of the connections is free.
+        The budget is the server's: in a burst of calls it begins when one of the connections is free. Of a caller that is cancelled
+        after Redis was asked, `on_abandoned` hears the answer.
         """
         if not self._breaker.allows_call():
             self._num_skipped += 1
@@ -73,12 +80,17 @@ class RedisCalls:
         task = asyncio.create_task(self._limited(call))
         self.under_way.add(task)
         task.add_done_callback(self._end)
-        await asyncio.wait({task}, timeout=budget_s)
-        # Our own standstill is not the server's delay: what has arrived by now is read.
-        for _ in range(_TURNS):
-            if task.done():
-                break
-            await asyncio.sleep(0)
+        try:
+            await asyncio.wait({task}, timeout=budget_s)
+            # Our own standstill is not the server's delay: what has arrived by now is read.
+            for _ in range(_TURNS):
+                if task.done():
+                    break
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if on_abandoned is not None:
+                task.add_done_callback(partial(_tell, on_abandoned))
+            raise
         reply = task.result() if task.done() and not task.cancelled() else NoAnswer()
         if isinstance(reply, NoAnswer):
             return self._note_failure(is_late=not task.done())
@@ -147,3 +159,8 @@ class RedisCalls:
     def _end(self, task: "asyncio.Task[object]") -> None:
         self.under_way.discard(task)
         self._slots.release()
+
+
+def _tell(hears: Callable[[object], None], task: "asyncio.Task[object]") -> None:
+    if not task.cancelled():
+        hears(task.result())
