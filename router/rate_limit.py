@@ -168,7 +168,8 @@ class RedisRateLimiter:
 
     async def take(self, name: str, rate: Rate, cost: int) -> Grant:
         """See RateLimiter."""
-        reply = await self._calls.answer(self._script(name, rate, cost), self._budget_s)
+        on_abandoned = partial(self._take_back, name, rate, cost)
+        reply = await self._calls.answer(self._script(name, rate, cost), self._budget_s, on_abandoned)
         if _is_wait(reply):
             return Grant(reply, is_shared=True)
         self._num_strict += 1
@@ -184,6 +185,11 @@ class RedisRateLimiter:
         task = asyncio.create_task(answer)
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
+
+    def _take_back(self, name: str, rate: Rate, cost: int, reply: object) -> None:
+        """Whoever asked has left before it was told, and so uses nothing."""
+        if _is_wait(reply) and reply == 0:
+            self.give_back(name, rate, cost, Grant(reply, is_shared=True))
 
     async def aclose(self) -> None:
         """See RateLimiter."""

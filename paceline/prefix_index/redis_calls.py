@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from paceline.core.clock import Clock, monotonic
@@ -58,10 +59,16 @@ class RedisCalls:
         """What the last calls say: whether the breaker holds further ones back."""
         return self._breaker.is_open
 
-    async def answer(self, call: Callable[[], Awaitable[object]], budget_s: float) -> object | NoAnswer:
+    async def answer(
+        self,
+        call: Callable[[], Awaitable[object]],
+        budget_s: float,
+        on_abandoned: Callable[[object], None] | None = None,
+    ) -> object | NoAnswer:
         """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long.
 
-        The budget is the server's: in a burst of calls it begins when one of the connections is free.
+        The budget is the server's: in a burst of calls it begins when one of the connections is free. Of a caller that is cancelled
+        after Redis was asked, `on_abandoned` hears the answer.
         """
         if self._is_closed or not self._breaker.allows_call():
             return self._note_skipped()
@@ -74,7 +81,12 @@ class RedisCalls:
         task = asyncio.create_task(self._limited(call))
         self.under_way.add(task)
         task.add_done_callback(self._end)
-        return await self._reply(task, budget_s)
+        try:
+            return await self._reply(task, budget_s)
+        except asyncio.CancelledError:
+            if on_abandoned is not None:
+                task.add_done_callback(partial(_tell, on_abandoned))
+            raise
 
     async def _reply(self, task: "asyncio.Task[object]", budget_s: float) -> object | NoAnswer:
         """What it brings within the budget; it goes on, also when nobody waits for it any more."""
@@ -191,3 +203,7 @@ async def _wait(task: "asyncio.Task[Any]", budget_s: float, is_enough: Callable[
         if task.done() or is_enough():
             return
         await asyncio.sleep(0)
+
+
+def _tell(hears: Callable[[object], None], task: "asyncio.Task[object]") -> None:
+    hears(_result(task))

@@ -23,6 +23,7 @@ from router.rate_limit import (
     pour,
 )
 from tests.prefix_index.conftest import EmbeddedRedis
+from tests.worker.bench import until
 
 RATES = st.builds(Rate, st.integers(1, 10_000), st.integers(1, 500))
 # Microseconds that pass, and what is asked for then; some of it is more than the burst.
@@ -298,6 +299,23 @@ async def test_a_paused_redis_costs_the_budget_and_is_stricter(embedded_redis: E
     assert (await limiter.take("requests:acme", RATE, 1)).wait_us == 20_000_000
     embedded_redis.resume()
     await limiter.aclose()
+
+
+async def test_whoever_leaves_before_it_is_told_takes_nothing(
+    limiter: RedisRateLimiter, embedded_redis: EmbeddedRedis
+) -> None:
+    """What Redis gives it comes back, and of what Redis refuses it nothing does."""
+    assert (await limiter.take("tokens:acme", RATE, 4)).wait_us == 0
+    embedded_redis.pause()
+    leaving = [asyncio.create_task(limiter.take("tokens:acme", RATE, cost)) for cost in (5, 9)]
+    await until(lambda: len(limiter._calls.under_way) == 2)
+    for taking in leaving:
+        taking.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    embedded_redis.resume()
+    await until(lambda: not (limiter._calls.under_way or limiter._giving_back))
+    assert (await limiter.take("tokens:acme", RATE, 6)).wait_us == 0
+    assert (await limiter.take("tokens:acme", RATE, 1)).wait_us > 0
 
 
 @pytest.mark.parametrize("lie", ["'x'", "-1", "{1}", "9007199254740993"])
