@@ -15,6 +15,7 @@ from paceline.prefix_index.registration import WorkerTable
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
 from paceline.runtime.membership import Membership
+from paceline.runtime.memory import keep_for_good
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.reload import reload_certificates, reloading
@@ -83,6 +84,7 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
+            keep_for_good()
             readiness = asyncio.create_task(_report_readiness(config, server, registry, discovery))
             log.info("listening", address=config.listen, tls=public is not None)
             if tenants.are_known and public is None and not is_private(config.listen):

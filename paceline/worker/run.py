@@ -11,7 +11,7 @@ from paceline.core.errors import InvariantError
 from paceline.prefix_index.registration import Tier
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
-from paceline.runtime.memory import keep_freed_memory
+from paceline.runtime.memory import keep_for_good, keep_freed_memory
 from paceline.runtime.metrics import StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.reload import reload_certificates, reloading
@@ -73,6 +73,7 @@ async def _serve(
         async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
             await pin_unless_stopped(worker, plan, stop)
             await server.start([name, *_SHARED_SERVICES])
+            keep_for_good()
             renew = partial(reload_certificates, "cluster", membership, channels.renew)
             async with registered(config, worker, _TIERS[role]):
                 await server.set_serving(serving=True)

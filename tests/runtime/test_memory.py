@@ -87,3 +87,25 @@ def test_memory_that_is_freed_is_used_again() -> None:
         faults[how] = int(num_faults)
     assert faults["keep"] < 100
     assert faults["leave"] > 10_000
+
+
+_CYCLES = """
+import gc
+from paceline.runtime.memory import keep_for_good
+class Node: pass
+kept = [Node() for _ in range(1000)]
+keep_for_good()
+print(any(type(each) is Node for each in gc.get_objects()))
+for _ in range(100_000):
+    node = Node()
+    node.itself = node
+print(sum(type(each) is Node for each in gc.get_objects()))
+"""
+
+
+def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
+    """The collector has nothing to do with it; what comes later and refers to itself is still found."""
+    done = subprocess.run([sys.executable, "-c", _CYCLES], capture_output=True, text=True, check=True)
+    sees_kept, num_left = done.stdout.split()
+    assert sees_kept == "False"
+    assert int(num_left) < 20_000
