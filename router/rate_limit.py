@@ -158,7 +158,9 @@ class RedisRateLimiter:
         self._budget_s = budget_s
         self._num_routers = num_routers
         self._local = LocalRateLimiter(clock)
-        self._giving_back: set[asyncio.Task[object]] = set()
+        # What Redis has not heard of yet: more may come to it while a call is under way.
+        self._owed: dict[str, tuple[Rate, int]] = {}
+        self._giving_back: asyncio.Task[None] | None = None
         self._num_strict = 0
 
     @property
@@ -181,10 +183,10 @@ class RedisRateLimiter:
         if not grant.is_shared:
             self._local.pour(name, self._share(rate, 1), -num_units)
             return
-        answer = self._calls.answer(self._script(name, rate, -num_units), self._calls.limit_s)
-        task = asyncio.create_task(answer)
-        self._giving_back.add(task)
-        task.add_done_callback(self._giving_back.discard)
+        _, num_owed = self._owed.get(name, (rate, 0))
+        self._owed[name] = rate, num_owed + num_units
+        if self._giving_back is None or self._giving_back.done():
+            self._giving_back = asyncio.create_task(self._give_all_back())
 
     def _take_back(self, name: str, rate: Rate, cost: int, reply: object) -> None:
         """Whoever asked has left before it was told, and so uses nothing."""
@@ -193,14 +195,25 @@ class RedisRateLimiter:
 
     async def aclose(self) -> None:
         """See RateLimiter."""
-        if self._giving_back:
-            await asyncio.wait(self._giving_back, timeout=self._calls.limit_s)
+        await self.settled(self._calls.limit_s)
         await self._calls.aclose()
+
+    async def settled(self, timeout_s: float | None = None) -> None:
+        """Waits until Redis has heard of all that was given back so far, or so long."""
+        if self._giving_back is not None:
+            await asyncio.wait({self._giving_back}, timeout=timeout_s)
 
     def stats(self) -> LimiterStats:
         """What happened so far."""
         calls = self._calls.stats()
         return LimiterStats(calls.num_failures, calls.num_skipped, self._num_strict)
+
+    async def _give_all_back(self) -> None:
+        """A call for each bucket, one after the other: in a rush of requests one call gives back for many of them."""
+        while self._owed:
+            name = next(iter(self._owed))
+            rate, num_units = self._owed.pop(name)
+            await self._calls.answer(self._script(name, rate, -num_units), self._calls.limit_s)
 
     def _share(self, rate: Rate, cost: int) -> Rate:
         """Of one router, and no more at once than one request: that has to fit, or it would never get in."""

@@ -1,6 +1,5 @@
 """The rights that docs/prefix-table.md gives a user of Redis."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -30,7 +29,7 @@ async def test_a_user_with_the_documented_rights_can_count(embedded_redis: Embed
         grant = await limiter.take("requests:acme", Rate(1, 1), 1)
         assert (grant.wait_us, grant.is_shared) == (0, True)
         limiter.give_back("requests:acme", Rate(1, 1), 1, grant)
-        await asyncio.wait(limiter._giving_back)
+        await limiter.settled()
         async with slots.hold("acme", 1):
             await slots.tell(with_held=True)
         await slots.aclose()
