@@ -62,8 +62,7 @@ def take_decodes(
     events: list[NewTokens] = []
     full: list[Sequence] = []
     ended: list[Sequence] = []
-    told = [() if logprob is None else (logprob,) for logprob in logprobs]
-    for sequence, token_id, entries in zip(sequences, token_ids, told, strict=True):
+    for sequence, token_id, logprob in zip(sequences, token_ids, logprobs, strict=True):
         tokens = sequence.token_ids
         sequence.num_computed_tokens = num_tokens = len(tokens)
         reason = sequence.ends.get(token_id)
@@ -81,7 +80,7 @@ def take_decodes(
             (token_id,),
             reason,
             sequence.num_preemptions,
-            entries,
+            () if logprob is None else (logprob,),
             sequence.candidate,
         )
         events.append(event)
