@@ -165,7 +165,7 @@ class Admission:
                 return
             self._due = self._due or sequence
             # After so many nobody comes in before the oldest, of whatever class and however old.
-            if self._running.is_computing and self._is_bar(self._due, self._queue_of(self._due)):
+            if self._running.is_computing and self._due.num_overtaken >= self._config.max_overtakes:
                 self.close()
                 return
 

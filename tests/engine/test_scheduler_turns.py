@@ -13,7 +13,7 @@ from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench
 from tests.engine.test_scheduler_policies import NO_LANE, _poisson, _spec
 from tests.engine.timed import Life, Timed, percentile
-from tests.factories import make_spec
+from tests.factories import make_id, make_spec
 
 REALTIME, STANDARD, BATCH = Priority
 
@@ -180,6 +180,21 @@ def test_one_that_lost_its_blocks_is_not_starved_by_tenants_that_come_and_go(pri
     life = _life(timed, "large")
     assert life.has_ended
     assert life.num_preemptions > 0
+
+
+def test_an_old_one_that_lost_its_blocks_is_passed_by_realtime_ones_as_often_as_any_other() -> None:
+    """Its turn by age holds nobody of a more urgent class up before it was passed by as often as may be."""
+    bench = Bench(32, fast_lane_share=NO_LANE, watermark=0.0, watermark_rise=0.0, aging_s=5.0)
+    bench.add(make_spec("large", (2,) * 60, max_tokens=60))
+    bench.add(make_spec("holder", (1,) * 40, max_tokens=80, priority=REALTIME))
+    while not bench.scheduler.stats().num_preemptions:
+        bench.step()
+    bench.clock.advance(6.0)
+    for number in range(20):
+        small = bench.add(make_spec(f"r{number}", (3, number), max_tokens=2, priority=REALTIME))
+        bench.steps(2)
+        assert bench.tokens(small)
+    assert not bench.end(make_id("holder"))
 
 
 def test_a_large_hand_over_is_not_starved_by_small_ones_whose_kv_is_on_its_way() -> None:
