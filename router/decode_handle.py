@@ -6,11 +6,16 @@ from contextlib import suppress
 from math import inf
 from typing import Protocol
 
-from paceline.core.errors import PacelineError, SlowConsumerError
+from paceline.core.errors import DeadlineError, PacelineError, SlowConsumerError
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.runtime.grpc_status import error_from_reason
 from paceline.v1 import decode_pb2
 from router.pace import Pace
+
+# A worker looks at the deadline too, and knows more of what it interrupts: so it has the first word.
+_LAST_WORD_S = 0.02
+# What a deadline interrupts once an event of this kind has come.
+_PHASE_AFTER = {"started": "prefill", "kv_received": "decode", "tokens": "decode"}
 
 
 class Link(Protocol):
@@ -34,7 +39,9 @@ class DecodeHandle:
     first or the last ones: the more there is to do, the fewer messages there are for the same tokens.
     """
 
-    def __init__(self, link: Link, spec: SequenceSpec, max_buffered: int, pace: Pace) -> None:
+    def __init__(
+        self, link: Link, spec: SequenceSpec, max_buffered: int, pace: Pace, *, is_handed_over: bool = False
+    ) -> None:
         self._link = link
         self._pace = pace
         self._sequence_id = spec.sequence_id
@@ -48,6 +55,9 @@ class DecodeHandle:
         self._given_s = -inf
         # Whether the worker has the prompt's KV, and so has given the lease back.
         self.has_kv = False
+        self._phase = "transfer" if is_handed_over else "queued"
+        # One that says nothing does not hold anybody past it.
+        self._deadline = self._expiring(spec.time_budget_s)
 
     def __aiter__(self) -> "DecodeHandle":
         return self
@@ -68,6 +78,8 @@ class DecodeHandle:
 
     def close(self) -> None:
         """Gives the sequence up at the worker, unless it has ended."""
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._link.give_up(self._sequence_id)
 
     def keep(self, candidates: set[int]) -> None:
@@ -90,6 +102,7 @@ class DecodeHandle:
             self.fail(error_from_reason(failed.reason, failed.message, self._link.peer, failed.facts))
             return
         self.has_kv |= kind == "kv_received"
+        self._phase = _PHASE_AFTER.get(kind or "", self._phase)
         self._events.append(event)
         self._arrived.set()
         if kind != "tokens" or event.tokens.finish_reason:
@@ -106,6 +119,14 @@ class DecodeHandle:
         self._events.clear()
         self._arrived.set()
         self._urgent.set()
+
+    def _expiring(self, time_budget_s: float | None) -> asyncio.TimerHandle | None:
+        if time_budget_s is None:
+            return None
+        return asyncio.get_running_loop().call_later(time_budget_s + _LAST_WORD_S, self._expire)
+
+    def _expire(self) -> None:
+        self.fail(DeadlineError(self._phase))
 
     async def _until_due(self) -> None:
         if self._urgent.is_set():

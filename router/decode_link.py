@@ -76,7 +76,7 @@ class DecodeLink:
             ticket=ticket_to_proto(ticket) if ticket else None,
             prefix_hint=prefix_hint_to_proto(hint),
         )
-        handle = DecodeHandle(self, spec, self._max_buffered, self._pace)
+        handle = DecodeHandle(self, spec, self._max_buffered, self._pace, is_handed_over=ticket is not None)
         self._handles[spec.sequence_id] = handle
         self._outbox.put_nowait(decode_pb2.DecodeRequest(submit=submit))
         return handle

@@ -161,7 +161,8 @@ class Dispatcher:
                         case "started":
                             job.timeline.note_started(response.started)
                             num_cached = response.started.cached_tokens
-                            handle = link.submit(spec, ticket_from_proto(response.started.ticket))
+                            ticket = ticket_from_proto(response.started.ticket)
+                            handle = link.submit(job.at(self._clock(), spec), ticket)
                         case "progress":
                             yield PromptProgress(response.progress.computed_tokens)
                         case "prompt_scored":
@@ -274,8 +275,7 @@ class Dispatcher:
         facts = await self._lookup.facts(job, workers)
         job.unplaced.close()
         # Looked at after the look-ups: what others were given meanwhile counts.
-        prefill, decode = (self._registry.views(role) for role in _ROLES)
-        return self._placer.place(facts, prefill, decode)
+        return self._placer.place(facts, *(self._registry.views(role) for role in _ROLES))
 
     def _is_over(self, job: Job, failures: Failures) -> bool:
         """Whether another attempt is of no use. In all they are bounded too: a request may be what its workers die of."""

@@ -85,7 +85,7 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         async with serving_metrics(config.listen, config.metrics_port, observed.registry):
             await server.start([SERVICE_NAME])
             keep_for_good()
-            readiness = asyncio.create_task(_report_readiness(config, server, registry, discovery))
+            readiness = asyncio.create_task(report_readiness(config, server, registry, discovery))
             log.info("listening", address=config.listen, tls=public is not None)
             if tenants.are_known and public is None and not is_private(config.listen):
                 log.warning("keys_in_the_clear", address=config.listen)
@@ -169,7 +169,7 @@ async def _index(config: RouterConfig) -> AsyncIterator[PrefixIndex]:
         await index.aclose()
 
 
-async def _report_readiness(
+async def report_readiness(
     config: RouterConfig, server: GrpcServer, registry: WorkerRegistry, discovery: Discovery
 ) -> None:
     """Serving from when every worker has been found, and then while requests can be placed."""

@@ -6,12 +6,15 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.client import Completion
 from paceline.client_error import PacelineRpcError
@@ -58,10 +61,12 @@ async def pair(tmp_path: Path, tiny_tokenizer_dir: Path) -> AsyncIterator[Cluste
         yield cluster
 
 
-async def stream(cluster: Cluster, seen: asyncio.Queue[inference_pb2.GenerateResponse]) -> list[int]:
+async def stream(
+    cluster: Cluster, seen: asyncio.Queue[inference_pb2.GenerateResponse], num_tokens: int = NUM_TOKENS
+) -> list[int]:
     """The tokens of one long request; its events go to `seen` as they come."""
     token_ids: list[int] = []
-    events = cluster.client.generate(PROMPT, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    events = cluster.client.generate(PROMPT, max_tokens=num_tokens, temperature=0, ignore_eos=True)
     async for event in events:
         seen.put_nowait(event)
         token_ids += event.delta.token_ids
@@ -301,25 +306,69 @@ async def test_redis_that_hangs_changes_no_token(tmp_path: Path, tiny_tokenizer_
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0", "router"])
 async def test_sigterm_drains(tmp_path: Path, tiny_tokenizer_dir: Path, name: str) -> None:
-    """A process told to end finishes the request that it has, takes no new one, and leaves with status 0."""
+    """A process told to end says at once that it is not ready, takes nothing new, finishes what it has, and leaves with status 0."""
+    num_tokens = 600
     async with running_cluster(
         tmp_path,
         tiny_tokenizer_dir,
-        sections={"prefill": SLOW_STEPS | {"max_num_batched_tokens": 16}, "decode": SLOW_STEPS},
+        sections={"prefill": SLOW_STEPS | {"max_num_batched_tokens": 4}, "decode": SLOW_STEPS},
         runner="fake",
         disaggregate="always",
     ) as cluster:
         seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
-        answer = asyncio.create_task(stream(cluster, seen))
+        answer = asyncio.create_task(stream(cluster, seen, num_tokens))
         await first_event(seen, "progress")
         # By now every process has the request.
         await cluster.until("decode-0", lambda load: load.num_running + load.num_waiting == 1)
-        cluster.local.kill(name, signal.SIGTERM)
-        assert await answer == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
+        address = cluster.address if name == "router" else cluster.local.worker_addresses[name]
+        async with health(address) as told, health(address, "liveness") as alive:
+            assert (await told(), await alive()) == ("SERVING", "SERVING")
+            cluster.local.kill(name, signal.SIGTERM)
+            assert await told() == "NOT_SERVING"
+            assert not answer.done()
+            with pytest.raises(PacelineRpcError) as caught:
+                await complete(cluster)
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+            assert caught.value.reason in {"router": {"DRAINING"}}.get(name, {"DRAINING", "NO_ENDPOINT"})
+            assert await answer == list(fake_tokens(PROMPT, num_tokens, VOCAB_SIZE, None))
         finish, migrations = await finish_of(seen)
         assert not migrations
         assert finish.timeline.attempts == 1
-        with pytest.raises(PacelineRpcError) as caught:
-            await complete(cluster)
-        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
         assert "exited with status 0" in await cluster.obituary(name)
+
+
+async def test_a_worker_whose_engine_makes_no_progress_is_not_alive(
+    tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    """It says so by its liveness, and ends, so that somebody starts it again; its request does not hang."""
+    stuck = {"decode": {"stall_s": 0.5, "fake_step_ms": 4000}, "router": {"recovery_wait_s": 0.5}}
+    async with (
+        running_cluster(
+            tmp_path, tiny_tokenizer_dir, sections=stuck, runner="fake", disaggregate="always"
+        ) as cluster,
+        health(cluster.local.worker_addresses["decode-0"], "liveness") as alive,
+    ):
+        assert await alive() == "SERVING"
+        answer = asyncio.create_task(complete(cluster))
+        assert await alive() == "NOT_SERVING"
+        assert "exited with status 1" in await cluster.obituary("decode-0")
+        assert "engine_stalled" in cluster.logs()
+        with pytest.raises(PacelineRpcError) as caught:
+            await answer
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+@asynccontextmanager
+async def health(address: str, service: str = "") -> AsyncIterator[Callable[[], Awaitable[str]]]:
+    """What a process says of itself now, and each time that this changes."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+
+        async def told() -> str:
+            """The next word."""
+            async with asyncio.timeout(PATIENCE_S):
+                return str(health_pb2.HealthCheckResponse.ServingStatus.Name((await call.read()).status))
+
+        yield told
+        call.cancel()

@@ -231,6 +231,7 @@ async def test_a_repeated_submit_is_ignored(pair: Pair) -> None:
         pair.submit(SPEC, ticket)
     (events,) = (await pair.until_end(SPEC)).values()
     assert kinds_of(events) == ["kv_received", *["tokens"] * 7]
+    assert not [task for task in asyncio.all_tasks() if "_hand_over" in repr(task.get_coro())]
     await pair.require_empty()
 
 
@@ -358,8 +359,11 @@ async def test_a_stream_that_ends_gives_up_what_it_brought(pair: Pair, how: str)
     """Whether the router closes it in order or is gone."""
     stub = DecodeServiceStub(pair.channels.get(pair.decode.address))
     call = stub.Decode()
-    spec = make_spec(prompt_ids=SPEC.prompt_ids, max_tokens=60)
-    await call.write(decode_pb2.DecodeRequest(submit=submit_message(spec)))
+    # Only the first step passes: the sequence cannot come to its own end.
+    pair.decode_gate.close()
+    await call.write(decode_pb2.DecodeRequest(submit=submit_message(SPEC)))
+    await pair.decode_gate.until_arrived()
+    pair.decode_gate.let_one_pass()
     response = await call.read()
     assert isinstance(response, decode_pb2.DecodeResponse)
     assert response.events
@@ -370,6 +374,8 @@ async def test_a_stream_that_ends_gives_up_what_it_brought(pair: Pair, how: str)
         async with asyncio.timeout(20):
             while await call.read() is not grpc.aio.EOF:
                 pass
+    await until(lambda: pair.decode.engine.num_sequences == 0)
+    pair.decode_gate.open()
     await pair.require_empty()
 
 

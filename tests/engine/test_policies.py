@@ -50,11 +50,13 @@ def test_no_policy_lets_anybody_pass_who_comes_much_later(policy: str) -> None:
 
 
 def test_each_victim_policy_has_its_own_victim() -> None:
-    """The least cost a block, the youngest, and the one with most blocks."""
+    """The least cost a block, also where another one costs less in all; the youngest; and the one with most blocks."""
     cheap = _victim(4, 0.4, arrival_s=1.0)
     young = _victim(2, 1.0, arrival_s=9.0)
     large = _victim(9, 9.0, arrival_s=2.0)
-    chosen = {name: min((cheap, young, large), key=policy) for name, policy in VICTIM_POLICIES.items()}
+    small = _victim(1, 0.3, arrival_s=3.0)
+    victims = (cheap, young, large, small)
+    chosen = {name: min(victims, key=policy) for name, policy in VICTIM_POLICIES.items()}
     assert chosen == {"cost": cheap, "lifo": young, "most-blocks": large}
 
 

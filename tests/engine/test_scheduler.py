@@ -8,7 +8,7 @@ import pytest
 from paceline.core.block_hash import BlockHash, chain_root, hash_block, hash_full_blocks
 from paceline.core.cache_scope import CacheScope
 from paceline.core.errors import DeadlineError
-from paceline.core.request import FinishReason, FirstToken, SamplingParams
+from paceline.core.request import FinishReason, FirstToken, Priority, SamplingParams
 from paceline.engine.events import BlocksReady, Failed, NewTokens, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle
@@ -515,14 +515,15 @@ def test_nothing_is_published_behind_a_collision() -> None:
     assert bench.pool.stats().num_collisions == 1
 
 
-def test_nobody_is_admitted_in_the_step_that_preempts() -> None:
-    """What was taken from one running sequence is not given to a newcomer before the next step."""
+@pytest.mark.parametrize("priority", Priority)
+def test_nobody_is_admitted_in_the_step_that_preempts(priority: Priority) -> None:
+    """What was taken from one running sequence is not given to a newcomer before the next step, however urgent that is."""
     bench = Bench(num_blocks=6)
     bench.add(make_spec("old", (0, 0, 0), max_tokens=14))
     bench.add(make_spec("young", (1, 1, 1), max_tokens=14))
     while bench.pool.num_available:
         bench.step()
-    bench.add(make_spec("new", (2,), max_tokens=1))
+    bench.add(make_spec("new", (2,), max_tokens=1, priority=priority))
     while bench.scheduler.stats().num_preemptions == 0:
         bench.step()
     assert bench.pool.num_available > 1

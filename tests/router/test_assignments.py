@@ -5,6 +5,7 @@ import pytest
 from paceline.core.errors import PeerLostError
 from router.assignments import Assignments
 from router.placement import Route
+from router.views import Ask
 from tests.factories import make_worker
 
 PREFILL, DECODE = make_worker("p0"), make_worker("d0")
@@ -39,3 +40,14 @@ def test_an_attempt_that_fails_counts_no_more() -> None:
     with pytest.raises(PeerLostError), assignments.assign(Route(PREFILL, DECODE, num_tokens=40)):
         raise PeerLostError("prefill-0 is lost")
     assert (assignments.num_tokens(PREFILL.key), assignments.num_sequences(DECODE.key)) == (0, 0)
+
+
+def test_lives_of_workers_come_and_go_without_a_trace() -> None:
+    """A worker that starts again is another one to count for; nothing is kept of those before."""
+    assignments = Assignments()
+    for epoch in range(50):
+        worker = make_worker(epoch=epoch)
+        with assignments.assign(Route(None, worker, num_tokens=3)), assignments.expect(worker, Ask(), 2):
+            assert assignments.num_tokens(worker.key) == 5
+        assert (assignments.num_tokens(worker.key), assignments.num_sequences(worker.key)) == (0, 0)
+    assert (len(assignments._tokens), len(assignments._sequences)) == (0, 0)

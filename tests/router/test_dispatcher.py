@@ -36,9 +36,11 @@ from tests.router.scripted_workers import (
     DecodeScript,
     PrefillScript,
     ScriptedWorker,
+    decode_started,
     decode_that,
     decode_until,
     failed,
+    good_prefill,
     kv_received,
     oracle,
     prefill_that,
@@ -546,6 +548,46 @@ async def test_a_late_request_is_not_tried_again() -> None:
             (outcome,) = await asyncio.gather(running, return_exceptions=True)
             assert isinstance(outcome, KvLostError) == (num_attempts == 1)
             assert len(cluster.prefill[0].prefills) == num_attempts
+
+
+@pytest.mark.parametrize(
+    ("disaggregate", "prefills", "decodes", "phase"),
+    [
+        ("always", prefill_that(started), decode_that(), "prefill"),
+        ("always", good_prefill, decode_that(), "transfer"),
+        ("always", good_prefill, decode_that(0, kv_received()), "decode"),
+        ("never", good_prefill, decode_that(), "queued"),
+        ("never", good_prefill, decode_that(0, decode_started()), "prefill"),
+        ("never", good_prefill, decode_that(3), "decode"),
+    ],
+)
+async def test_a_worker_that_says_nothing_holds_nobody_past_a_deadline(
+    disaggregate: str, prefills: PrefillScript, decodes: DecodeScript, phase: str
+) -> None:
+    """The error names the phase, and the worker hears that nobody waits any more."""
+    async with scripted_cluster(disaggregate=disaggregate) as cluster:
+        cluster.prefill[0].prefill_scripts.append(prefills)
+        cluster.decode[0].decode_scripts.append(decodes)
+        with pytest.raises(DeadlineError) as caught:
+            await cluster.run(cluster.job(SPEC, deadline_s=cluster.clock() + 0.2))
+        await cluster.decode[0].until(lambda: cluster.decode[0].cancels == [("r", 0)])
+    assert caught.value.phase == phase
+
+
+async def test_what_the_prefill_took_is_not_there_for_the_decode() -> None:
+    """Each worker is told what is left of the deadline when it is asked, and not what was left at first."""
+    async with scripted_cluster() as cluster:
+
+        async def slow(worker: ScriptedWorker, spec: SequenceSpec) -> AsyncGenerator[PrefillResponse, None]:
+            """Takes ten seconds to begin."""
+            cluster.clock.advance(10)
+            yield started(worker, spec)
+            yield result(spec)
+
+        cluster.prefill[0].prefill_scripts.append(slow)
+        _require_whole(await cluster.run(cluster.job(SPEC, deadline_s=cluster.clock() + 60)))
+    (asked,), ((submitted, _),) = cluster.prefill[0].prefills, cluster.decode[0].submits
+    assert (asked.time_budget_s, submitted.time_budget_s) == (60.0, 50.0)
 
 
 async def test_a_first_attempt_does_not_wait_for_workers() -> None:

@@ -105,6 +105,12 @@ def test_whoever_is_passed_by_is_too_full(loads: list[int], size: int) -> None:
     assert limit == max(ceil(LOAD_BOUND * mean), min(loads) + size)
 
 
+def test_nobody_is_given_more_than_five_quarters_of_the_mean() -> None:
+    """Of 44 among four that is 14: the first one takes its fourteenth, and not its fifteenth."""
+    assert within_bound([13, 10, 10, 10], 1) == 0
+    assert within_bound([14, 10, 10, 9], 1) == 1
+
+
 def test_only_the_traffic_of_the_full_one_goes_elsewhere() -> None:
     """Keys of the others stay where they are."""
     ring = HashRing.of(f"worker-{number}" for number in range(8))

@@ -31,7 +31,9 @@ class Desk:
         self.intake = intake
         self._admission = AdmissionController(Door(9), LocalRateLimiter(ManualClock(1000.0)), LocalSlots())
 
-    async def read(self, tenant: Tenant, *, used: int = 0, **fields: Any) -> SequenceSpec:
+    async def read(
+        self, tenant: Tenant, *, used: int = 0, time_left_s: float | None = None, **fields: Any
+    ) -> SequenceSpec:
         """The work that a request of ten tokens becomes; in the end it has used so many."""
         request = inference_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=range(10)),
@@ -39,7 +41,7 @@ class Desk:
         )
         raw = request.SerializeToString()
         async with self._admission.admit(tenant, len(raw)) as visit:
-            call = await self.intake.read(raw, RequestId("r"), visit, None)
+            call = await self.intake.read(raw, RequestId("r"), visit, time_left_s)
             visit.use(used)
             return call.job.spec
 
@@ -96,3 +98,12 @@ async def test_the_most_that_a_request_can_use_is_reserved(desk: Desk) -> None:
     error = await desk.refused(narrow, n=3, stopping=asked, sampling=sampled)
     assert isinstance(error, ScopeForbiddenError)
     assert "40 tokens" in str(error)
+
+
+async def test_a_request_whose_time_is_up_is_no_work(desk: Desk) -> None:
+    """DEADLINE_EXCEEDED while queued, and it costs no tokens: the next one has all that there are."""
+    tenant = Tenant("acme", tokens=Rate(1, 20))
+    asked = generation_pb2.StopConditions(max_tokens=10)
+    error = await desk.refused(tenant, time_left_s=0.0, stopping=asked)
+    assert error.facts() == {"phase": "queued"}
+    assert (await desk.read(tenant, time_left_s=60.0, stopping=asked)).max_tokens == 10

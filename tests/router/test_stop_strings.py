@@ -1,6 +1,6 @@
 """Stop strings, found in text that comes in pieces."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.stop_strings import StopMatcher
@@ -11,6 +11,7 @@ Letters = st.text("ab", max_size=6)
 Stops = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3)
 
 
+@example(pieces=["b", "ab"], stop=["ab", "bab"], include_stop=False)
 @given(pieces=st.lists(Letters, max_size=8), stop=Stops, include_stop=st.booleans())
 def test_the_first_complete_stop_string_ends_the_text(
     pieces: list[str], stop: list[str], include_stop: bool

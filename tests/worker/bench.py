@@ -49,6 +49,7 @@ async def serving_worker(
     lease_ttl_s: float = 30.0,
     victim: str = "cost",
     prefix_pull: str = "always",
+    stall_s: float = 120.0,
 ) -> AsyncIterator[Worker]:
     """A worker of one tier that computes 8 tokens a step."""
     server = grpc.aio.server()
@@ -65,6 +66,7 @@ async def serving_worker(
         lease_ttl_s=lease_ttl_s,
         victim=victim,
         prefix_pull=prefix_pull,
+        stall_s=stall_s,
     )
     loaded = load_runner(config)
     if runner is not None:

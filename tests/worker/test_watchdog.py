@@ -107,3 +107,13 @@ async def test_a_worker_with_a_stalled_engine_fails(worker: Worker, runner: Gate
     async with asyncio.timeout(20):
         await Watchdog(worker.engine, 0.01).watch(failed)
     assert failed.is_set()
+
+
+async def test_every_worker_is_looked_after(tiny_tokenizer_dir: Path, runner: GatedRunner) -> None:
+    """From its start on, by its own setting: a step that does not end makes it a worker that has failed."""
+    async with serving_worker(tiny_tokenizer_dir, "decode-0", DECODE, runner=runner, stall_s=0.01) as worker:
+        runner.close()
+        worker.engine.submit(SPEC, SequenceRole.GENERATE, EventQueue().put)
+        async with asyncio.timeout(20):
+            await worker.failed.wait()
+        runner.open()

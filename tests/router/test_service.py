@@ -1,0 +1,75 @@
+"""The public service on whole workers: what one client is told, and what of it others notice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.request import SamplingParams, SequenceSpec
+from paceline.v1 import generation_pb2, inference_pb2
+from router.tokenizer import Tokenizer
+from tests.factories import make_spec
+from tests.router.whole import WholeRouter, whole_router
+from tests.worker.bench import output_of
+
+SEEDED = SamplingParams(seed=4)
+PROMPT = tuple(range(20, 38))
+
+
+@pytest.fixture
+async def router(tiny_tokenizer_dir: Path, byte_level: Tokenizer) -> AsyncIterator[WholeRouter]:
+    """Every prompt is handed over."""
+    async with whole_router(tiny_tokenizer_dir, byte_level) as router:
+        yield router
+
+
+def spec_of(num_candidates: int = 1, max_tokens: int = 40) -> SequenceSpec:
+    """What workers make of `request`."""
+    candidates = tuple(range(num_candidates))
+    return make_spec(
+        prompt_ids=PROMPT, max_tokens=max_tokens, sampling=SEEDED, candidates=candidates, ignore_eos=True
+    )
+
+
+def request(max_tokens: int = 40, stop: tuple[str, ...] = (), **fields: Any) -> bytes:
+    """A seeded request."""
+    return inference_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        sampling=generation_pb2.SamplingParams(seed=4, temperature=1),
+        stopping=generation_pb2.StopConditions(max_tokens=max_tokens, ignore_eos=True, stop=stop),
+        **fields,
+    ).SerializeToString()
+
+
+async def answer(router: WholeRouter, raw: bytes) -> list[inference_pb2.GenerateResponse]:
+    """The whole stream."""
+    return [response async for response in router.generate(raw)]
+
+
+async def test_a_stop_string_is_the_last_word_on_its_candidate(
+    router: WholeRouter, byte_level: Tokenizer
+) -> None:
+    """One end each, and nothing of a candidate after its end, whatever its worker still says."""
+    texts = [byte_level.decode(output_of(spec_of(2), candidate)) for candidate in (0, 1)]
+    stop = next(piece for at in range(4, len(texts[0])) if (piece := texts[0][at : at + 4]) not in texts[1])
+    responses = await answer(router, request(n=2, stop=(stop,)))
+    ends = {response.index: response.finish for response in responses if response.HasField("finish")}
+    assert sum(response.HasField("finish") for response in responses) == 2
+    assert (ends[0].stop, ends[1].stop) == (stop, "")
+    for index, whole in enumerate((texts[0].partition(stop)[0], texts[1])):
+        own = [response for response in responses if response.index == index]
+        assert "".join(response.delta.text for response in own) == whole
+        assert own[-1].HasField("finish")
+    await router.until_idle()
+
+
+async def test_the_clients_own_name_for_a_request_is_a_label(router: WholeRouter) -> None:
+    """Requests of one name at once are as many requests: each with an id of the server's, and its whole answer."""
+    raw = request(client_request_id="mine")
+    streams = await asyncio.gather(*(answer(router, raw) for _ in range(8)))
+    assert len({responses[0].accepted.request_id for responses in streams}) == 8
+    for responses in streams:
+        token_ids = [token for response in responses for token in response.delta.token_ids]
+        assert token_ids == list(output_of(spec_of()))
