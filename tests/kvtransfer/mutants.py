@@ -10,7 +10,7 @@ from kvtransfer.chunks import LeaseState
 from kvtransfer.keep_alive import Kept, _Pulse
 from kvtransfer.landing import DirectLanding
 from kvtransfer.leases import LeasePhase, LeaseTable
-from kvtransfer.receiver import HandOver, ReceivedKv
+from kvtransfer.receiver import HandOver, KVReceiver, ReceivedKv
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.request import FirstToken, LeaseId, SequenceId
@@ -47,6 +47,10 @@ async def _receive_on(self: HandOver, block_ids: Sequence[BlockId], num_held: in
     receiving = asyncio.create_task(_receive(self, block_ids, num_held))
     receiving.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(receiving)
+
+
+async def _wait_for_nothing(self: KVReceiver, block_ids: Sequence[BlockId]) -> None:
+    """A loan that has failed is over."""
 
 
 def _finish_unchecked(self: DirectLanding, checksum: int) -> None:
@@ -146,6 +150,13 @@ MUTANTS = {
         "receive",
         _receive_on,
         "is written though nobody has reserved it|wrong bytes",
+    ),
+    "a loan's blocks are used while they are written": Mutant(
+        1,
+        KVReceiver,
+        "until_settled",
+        _wait_for_nothing,
+        "is written though nobody has reserved it|wrong",
     ),
     "no checksum": Mutant(
         1,

@@ -60,7 +60,9 @@ TTL_S = 12.0
 MAX_CHUNK_BYTES = 16
 LATENCY_S = 0.4
 TIMES = HandOverTimes(stall_timeout_s=10.0, max_stalls=2)
-LOAN_TIMES = HandOverTimes(stall_timeout_s=2.0, max_stalls=1)
+LOAN_TIMES = HandOverTimes(stall_timeout_s=1.5, max_stalls=1)
+# A call's own deadline.
+CALL_S = 60.0
 MAX_ATTEMPTS = 3
 PREFILL_BLOCKS, DECODE_BLOCKS = 5, 6
 ODD = replace(FINGERPRINT, dtype="bfloat16")
@@ -295,7 +297,11 @@ class LocalBorrower(PrefixBorrower):
     async def _call(self, owner: PrefixOwner, request: PrefixRequest) -> KvTicket | None:
         await asyncio.sleep(LATENCY_S)
         lender = self._cluster.lives[owner.address].lender
-        return await lender.lend(request, owner.boot_epoch, self._own)
+        try:
+            async with asyncio.timeout(CALL_S):
+                return await lender.lend(request, owner.boot_epoch, self._own)
+        except TimeoutError:
+            raise KvLostError("the dead lend nothing") from None
 
 
 class Trip:
@@ -467,7 +473,9 @@ class SmallCluster:
         num_blocks = DECODE_BLOCKS if is_decode else PREFILL_BLOCKS
         fingerprint, epoch = self.fingerprint_of(name), BootEpoch(self._num_lives)
         runner = FakeModelRunner(num_blocks, BLOCK_SIZE, VOCAB_SIZE)
-        config = SchedulerConfig(max_num_batched_tokens=6, max_num_seqs=4, fingerprint=fingerprint.digest())
+        config = SchedulerConfig(
+            max_num_batched_tokens=6, max_num_seqs=4, fingerprint=fingerprint.digest(), prefix_pull="always"
+        )
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(config, pool, runner.memory, clock=virtual_clock)
         engine = SteppedEngine(Engine(scheduler, runner, clock=virtual_clock))
@@ -576,7 +584,7 @@ class SmallCluster:
         await self.hear()
         await asyncio.sleep(LATENCY_S / 2)
 
-    async def finish(self, *, max_rounds: int = 200) -> None:
+    async def finish(self, *, max_rounds: int = 400) -> None:
         """Nothing more goes wrong; every request is placed until it ends. Raises AssertionError when that does not come."""
         self.faults.clear()
         self.releases_to_lose.clear()

@@ -46,6 +46,7 @@ class Tally:
     struck: Counter[FaultKind] = field(default_factory=Counter)
     deaths: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    num_blocks_lent: int = 0
 
     def add(self, machine: ProtocolMachine) -> None:
         """A schedule is over."""
@@ -54,6 +55,8 @@ class Tally:
         self.struck.update(cluster.struck)
         self.deaths.update(cluster.deaths)
         self.reasons.update(cluster.reasons)
+        # A prefill worker pulls nothing but loans.
+        self.num_blocks_lent += sum(life.worker.num_blocks_pulled for life in cluster.of_tier("prefill"))
 
 
 class Schedule:
@@ -84,6 +87,8 @@ class Schedule:
         yield 1, lambda: machine.choose_a_way(is_in_place=rng.random() < 0.5)
         if machine.may_come:
             yield 6, self._come
+        if machine.may_come_again:
+            yield 4, self._come_again
         if machine.may_try_again:
             yield 20, self._try_again
         if machine.alive:
@@ -105,6 +110,10 @@ class Schedule:
         self._damage()
         prefill, decode, hint = rng.randrange(2), rng.randrange(2), rng.choice([None, *WORKERS])
         self.machine.come(rng.choice(PROMPTS), rng.randint(1, 7), prefill, decode, hint)
+
+    def _come_again(self) -> None:
+        self._damage()
+        self.machine.come_again(self._rng.randint(1, 7), self._rng.randrange(2))
 
     def _try_again(self) -> None:
         self._damage()
@@ -137,6 +146,7 @@ def _assert_everything_happened(tally: Tally) -> None:
     assert {kind for kind, count in tally.struck.items() if count} == set(FaultKind)
     assert set(tally.deaths) == set(WORKERS)
     assert set(tally.reasons) == {error.reason for error in CLEAN}
+    assert tally.num_blocks_lent
     assert set(tally.ends) == {"served", "failed", "left"}
     assert tally.ends["served"] > 2 * (tally.ends["failed"] + tally.ends["left"])
 

@@ -106,6 +106,19 @@ class ProtocolMachine(RuleBasedStateMachine):
         cluster.trips.append(Trip(cluster, spec))
         self._do(lambda: self._place(cluster.trips[-1], prefill, decode, hint))
 
+    @property
+    def may_come_again(self) -> bool:
+        """Somebody may ask for the prompt that was last asked for."""
+        return self.may_come and bool(self.cluster.trips)
+
+    @precondition(lambda self: self.may_come_again)
+    @rule(max_tokens=st.integers(1, 7), decode=two)
+    def come_again(self, max_tokens: int, decode: int) -> None:
+        """The last prompt once more, at the other prefill worker, which may borrow it."""
+        last = self.cluster.trips[-1]
+        prefill = 1 - int(last.prefill.name[-1])
+        self.come(last.spec.prompt_ids, max_tokens, prefill, decode, last.prefill.name)
+
     @precondition(lambda self: self.may_try_again)
     @rule(prefill=two, decode=two)
     def try_again(self, prefill: int, decode: int) -> None:
