@@ -118,13 +118,14 @@ class _Pulse:
     async def _renew(self, batch: Sequence[Kept]) -> None:
         try:
             states = await self._transport.renew([kept.ticket for kept in batch])
+            told = list(zip(batch, states, strict=True))
         except PacelineError:
             return
         except Exception:
             # Others' leases hang on this task: one call that went wrong in a way nobody knows must not end it.
             log.exception("heartbeat_broken", owner=batch[0].ticket.owner_id)
             return
-        for kept, state in zip(batch, states, strict=True):
+        for kept, state in told:
             if state is LeaseState.EXPIRED and kept in self.kept:
                 kept.settle()
                 kept.end()
