@@ -112,6 +112,9 @@ class RouterConfig(ClusterSettings):
         150,
         "microseconds that a message to a client costs: each stream sends at most every so many times the number of streams; 0: every token at once",
     )
+    max_unread_s: float = option(
+        30.0, "seconds that a slow client may take nothing of its answer before its request ends"
+    )
     grace_s: float = option(30.0, "seconds that requests under way get to finish after SIGTERM")
     log_level: str = option(
         "info", "least level that is logged", choices=("debug", "info", "warning", "error")
@@ -125,7 +128,7 @@ class RouterConfig(ClusterSettings):
         check_metrics_port(self.metrics_port)
         if self.redis:
             parse_redis_url(self.redis)
-        for name in ("lookup_budget_s", "limiter_budget_s", "discovery_interval_s"):
+        for name in ("lookup_budget_s", "limiter_budget_s", "discovery_interval_s", "max_unread_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name):g}"

@@ -78,7 +78,9 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
         dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
         gate = Gate(config.bounds, config.placement_rules, registry, timed)
         intake = Intake(config, tokenizer, registry, scopes, gate)
-        service = InferenceServicer(intake, registry, index, admission, dispatcher, tenants)
+        service = InferenceServicer(
+            intake, registry, index, admission, dispatcher, tenants, max_unread_s=config.max_unread_s
+        )
         service.add_to(server.grpc)
         read = partial(router_samples, service, admission, gate, limiter, index, registry, discovery)
         observed.registry.register(StatsCollector(on_loop(read, asyncio.get_running_loop())))

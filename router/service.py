@@ -2,8 +2,8 @@
 
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from paceline.v1 import inference_pb2
 from router.admission import AdmissionController, Door
 from router.intake import Call, Intake
 from router.job import RequestRunner, Tokens, session_id_of
+from router.sender import Sender
 from router.tenants import Tenant, Tenants
 from router.workers import ServedModel, WorkerRegistry
 
@@ -67,6 +68,8 @@ class InferenceServicer:
         admission: AdmissionController,
         dispatcher: RequestRunner,
         tenants: Tenants,
+        *,
+        max_unread_s: float,
     ) -> None:
         self._intake = intake
         self._registry = registry
@@ -74,6 +77,7 @@ class InferenceServicer:
         self._admission = admission
         self._dispatcher = dispatcher
         self._tenants = tenants
+        self._max_unread_s = max_unread_s
         # Requests to tokenise wait in the same line as those to generate.
         self._tokenizing = Door(_MAX_TOKENIZING)
         self._num_ended: Counter[str] = Counter()
@@ -97,7 +101,7 @@ class InferenceServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def Generate(self, raw: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, raw: bytes, context: _Context) -> None:
         """Generates from one prompt."""
         request_id, end = RequestId(secrets.token_hex(16)), _End()
         async with _status_of_errors(context, request_id):
@@ -107,9 +111,8 @@ class InferenceServicer:
                 async with self._admission.admit(tenant, len(raw)) as visit:
                     call = await self._intake.read(raw, request_id, visit, context.time_remaining())
                     call.job.session_id = session_id
-                    async with aclosing(self._run(call, end)) as responses:
-                        async for response in responses:
-                            yield response
+                    with Sender(context, self._max_unread_s) as sender:
+                        await self._run(call, end, sender)
 
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""
@@ -160,12 +163,12 @@ class InferenceServicer:
         finally:
             self._num_ended[end.how] += 1
 
-    async def _run(self, call: Call, end: _End) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _run(self, call: Call, end: _End, sender: Sender) -> None:
         try:
             async with aclosing(self._dispatcher.run(call.job)) as events:
                 async for event in events:
                     for response in call.output.take(event):
-                        yield response
+                        await sender.send(response)
                     # The dispatcher need not know of stop strings.
                     if isinstance(event, Tokens) and call.output.has_ended(event.candidate):
                         call.job.end(event.candidate)
@@ -190,10 +193,16 @@ async def _status_of_errors(context: _Context, request_id: str) -> AsyncIterator
         yield
     except PacelineError as error:
         log.info("request_refused", request_id=request_id, reason=error.reason)
-        await abort_with(context, error)
+        await _abort(context, error)
     except Exception as error:
         log.exception("request_failed", request_id=request_id)
-        await abort_with(context, as_paceline_error(error))
+        await _abort(context, as_paceline_error(error))
+
+
+async def _abort(context: _Context, error: PacelineError) -> None:
+    """It waits for as long as a client that does not read is connected; who is gone need not hear of it."""
+    with suppress(grpc.aio.InternalError):
+        await abort_with(context, error)
 
 
 def _num_used(call: Call, ended: str) -> int:

@@ -26,7 +26,6 @@ from tests.router.scripted_workers import ScriptedWorker, decode_started, failed
 from tests.router.whole import Books, Call, WholeRouter, whole_router
 from tests.worker.bench import output_of, until
 
-NO_KEY = Call()
 GONE = KvLostError("gone")
 TEXT = "Once upon a time there was a small model"
 # Far more waits than any request has here.
@@ -35,29 +34,30 @@ _ENOUGH = 500
 _LOOKS = 5000
 
 
-async def _leave_everywhere(router: WholeRouter, raw: bytes, call: Call = NO_KEY) -> AsyncIterator[int]:
+async def _leave_everywhere(
+    router: WholeRouter, raw: bytes, *metadata: tuple[str, str]
+) -> AsyncIterator[int]:
     """The same request again and again, each left at a later wait than the one before, and the last one not at all.
 
-    Gives how many tokens had come of it, each time that nothing of it is left.
+    Gives how often so far, each time that nothing of it is left.
     """
-    num_tasks = await _num_tasks_between(router, raw, call)
+    num_tasks = await _num_tasks_between(router, raw, metadata)
     before = sum(router.service.stats().num_ended.values())
     for number in range(_ENOUGH):
-        client = _Client()
-        has_left = await asyncio.create_task(_left_at(client.read(router, raw, call), number))
+        has_left = await asyncio.create_task(_left_at(router.generate(raw, Call(metadata)), number))
         await router.until_idle()
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
         assert sum(router.service.stats().num_ended.values()) == before + number + 1
-        yield client.num_tokens
+        yield number + 1
         if not has_left:
             assert router.service.stats().num_ended["cancelled"] == number
             return
     raise AssertionError("a request without an end")
 
 
-async def _num_tasks_between(router: WholeRouter, raw: bytes, call: Call) -> int:
+async def _num_tasks_between(router: WholeRouter, raw: bytes, metadata: tuple[tuple[str, str], ...]) -> int:
     """How many tasks there are when a request has come and gone: those of streams and of what goes on in the background."""
-    await _Client().read(router, raw, call)
+    await router.generate(raw, Call(metadata))
     await router.until_idle()
     counts = []
     for _ in range(100):
@@ -89,19 +89,6 @@ def _left_at(body: Coroutine[Any, Any, None], number: int) -> Generator[Any, Any
             go_on, argument = body.send, (yield awaited)
         except asyncio.CancelledError as error:
             go_on, argument = body.throw, error
-
-
-class _Client:
-    """Reads to the end, or to where it is cancelled."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-
-    async def read(self, router: WholeRouter, raw: bytes, call: Call) -> None:
-        """As gRPC does: it sends each response, and drops the generator without closing it."""
-        async for response in router.generate(raw, call):
-            await asyncio.sleep(0)
-            self.num_tokens += len(response.delta.token_ids)
 
 
 def _request(*, max_tokens: int = 12, stop_token_ids: Sequence[int] = (), **fields: Any) -> bytes:
@@ -191,14 +178,14 @@ async def test_whoever_leaves_keeps_no_slot_and_no_tokens(
     # Of the eighty tokens that it may have there are five or six.
     last = output_of(make_spec(prompt_ids=prompt_ids, max_tokens=5, ignore_eos=True))[-1]
     raw = _request(text=TEXT, max_tokens=80, stop_token_ids=[last])
-    most, call = len(prompt_ids) + 6, Call((("authorization", f"Bearer {key}"),))
+    most = len(prompt_ids) + 6
     async with (
         _books(embedded_redis) as books,
         Redis.from_url(embedded_redis.url) as redis,
         whole_router(tiny_tokenizer_dir, byte_level, books=books, tenants=str(tenants)) as router,
     ):
         charged = most
-        async for _ in _leave_everywhere(router, raw, call):
+        async for _ in _leave_everywhere(router, raw, ("authorization", f"Bearer {key}")):
             await _until_let_go(redis)
             charged = await _charged(redis, charged + most)
 

@@ -36,7 +36,7 @@ class Door:
 
     async def says(self) -> int:
         """The next thing that it says of whether it is ready."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(5):
             return int((await self._ready.read()).status)
 
     async def now(self, service: str) -> int:

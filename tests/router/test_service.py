@@ -11,7 +11,7 @@ from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.tokenizer import Tokenizer
 from tests.factories import make_spec
-from tests.router.whole import WholeRouter, whole_router
+from tests.router.whole import Call, WholeRouter, whole_router
 from tests.worker.bench import output_of
 
 SEEDED = SamplingParams(seed=4)
@@ -45,7 +45,9 @@ def request(max_tokens: int = 40, stop: tuple[str, ...] = (), **fields: Any) -> 
 
 async def answer(router: WholeRouter, raw: bytes) -> list[inference_pb2.GenerateResponse]:
     """The whole stream."""
-    return [response async for response in router.generate(raw)]
+    call = Call()
+    await router.generate(raw, call)
+    return call.responses
 
 
 async def test_a_stop_string_is_the_last_word_on_its_candidate(

@@ -36,20 +36,26 @@ class EndedError(Exception):
     """A call has ended with a status."""
 
 
-@dataclass(frozen=True, slots=True)
 class Call:
-    """What gRPC gives a handler, as far as ours ask for it."""
+    """What gRPC gives a handler, as far as ours ask for it; takes what it is sent at once."""
 
-    metadata: tuple[tuple[str, str], ...] = ()
-    time_left_s: float | None = None
+    def __init__(self, metadata: tuple[tuple[str, str], ...] = (), time_left_s: float | None = None) -> None:
+        self._metadata = metadata
+        self._time_left_s = time_left_s
+        self.responses: list[inference_pb2.GenerateResponse] = []
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """What the client has sent beside the message."""
-        return self.metadata
+        return self._metadata
 
     def time_remaining(self) -> float | None:
         """Until the client's deadline."""
-        return self.time_left_s
+        return self._time_left_s
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        """Waits, as gRPC does."""
+        await asyncio.sleep(0)
+        self.responses.append(message)
 
     async def abort_with_status(self, status: Any) -> NoReturn:
         """Ends the call."""
@@ -76,9 +82,9 @@ class WholeRouter:
     # One more of each tier, which serves the same model and follows scripts.
     scripted: Mapping[str, ScriptedWorker]
 
-    def generate(self, raw: bytes, call: Call = Call()) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def generate(self, raw: bytes, call: Call) -> None:
         """The handler, as gRPC calls it."""
-        return self.service.Generate(raw, call)  # type: ignore[arg-type] # it has what ours ask a context for
+        await self.service.Generate(raw, call)  # type: ignore[arg-type] # it has what ours ask a context for
 
     async def until_idle(self) -> None:
         """Returns when nobody keeps anything of any request, on any tier. What is still on its way there shows the next time."""
@@ -142,6 +148,7 @@ async def whole_router(
             admission,
             Dispatcher(config, registry, books.index, channels),
             Tenants(config.tenants),
+            max_unread_s=config.max_unread_s,
         )
         yield WholeRouter(service, admission, registry, workers, others)
 
