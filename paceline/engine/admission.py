@@ -8,6 +8,7 @@ from paceline.core.request import Priority
 from paceline.engine.events import Event, Failed
 from paceline.engine.fairness import Accounts
 from paceline.engine.overload import BatchMode, Overload
+from paceline.engine.patience import Patience
 from paceline.engine.policies import TURN_POLICIES
 from paceline.engine.pressure import Pressure
 from paceline.engine.room import Room, may_use_cushion
@@ -41,6 +42,7 @@ class Admission:
         # wait for KV may, and how many BATCH requests may come in.
         self._now_s = 0.0
         self._is_open = self._is_bound = True
+        self._patience = Patience()
         self._has_parked = False
         self._num_batch_left = 0
         # Admissions since somebody came in by age alone, and who would be the next to do so, but does not fit.
@@ -121,13 +123,14 @@ class Admission:
         """In this step nobody comes in any more."""
         self._is_open = False
 
-    def unbind(self) -> None:
-        """Nothing is computed in this step, so far: whoever fits comes in, whoever is before it.
+    def unbind(self) -> bool:
+        """Nothing is computed in this step, so far: whoever fits comes in, whoever is before it; or not yet, since leases may end.
 
-        But for those that would only wait for KV, where some do: nobody computes the sooner for it, and there might always be some.
+        But none that would only wait for KV, where some do: nobody computes the sooner for it, and there might always be some.
         """
-        self._is_bound = False
+        self._is_bound = not (self._room.is_all_free or self._patience.has_ended(self._now_s))
         self._has_parked = bool(self._running.parked)
+        return not self._is_bound
 
     def refused(self) -> list[tuple[Sequence, Event]]:
         """BATCH requests that shall not wait any longer. Those that have begun are of another class."""
@@ -211,10 +214,7 @@ class Admission:
     # -- who is before whom
 
     def _is_bar(self, sequence: Sequence, queue: WaitingQueue) -> bool:
-        """Whether nobody of a lane who is behind it may come in before it: it was passed by as often as may be, or lost its blocks.
-
-        Those of the other lane may pass one that lost its blocks, and are counted.
-        """
+        """Whether nobody of a lane who is behind it comes in before it: it was passed by as often as may be, or lost its blocks there."""
         is_sent_back = sequence.status is SequenceStatus.PREEMPTED and sequence in queue
         return is_sent_back or sequence.num_overtaken >= self._config.max_overtakes
 
@@ -244,9 +244,9 @@ class Admission:
 
     def _is_before(self, other: Sequence, service: float) -> bool:
         """Whether its turn is before that of one of its class whose tenant was served so much: whoever lost its blocks is at the head."""
-        is_preempted = other.status is SequenceStatus.PREEMPTED
-        is_sent_back = is_preempted and self._queue_of(other).is_sent_back(other)
-        return is_sent_back or other.account.service <= service
+        if other.status is SequenceStatus.PREEMPTED and self._queue_of(other).is_sent_back(other):
+            return True
+        return other.account.service <= service
 
     def _note_admitted(self, sequence: Sequence, queue: WaitingQueue) -> None:
         priority, service = sequence.turn_class, sequence.account.service
@@ -280,10 +280,8 @@ class Admission:
 
     def _fits(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether all its candidates have seats, and there is room, which it then has; alone it always has a seat."""
-        if not self._has_seats(sequence.num_seats):
-            return False
         from_cushion = may_use_cushion(sequence, is_fast=queue is self.fast)
-        return self._room.take(sequence, from_cushion=from_cushion)
+        return self._has_seats(sequence.num_seats) and self._room.take(sequence, from_cushion=from_cushion)
 
     def _has_seats(self, num_seats: int) -> bool:
         """After a pause fewer may compute; whoever only waits for KV is not counted there."""

@@ -79,6 +79,11 @@ class Room:
         """Blocks that nobody holds."""
         return self._pool.num_available
 
+    @property
+    def is_all_free(self) -> bool:
+        """Whether nobody holds anything."""
+        return self._pool.num_available == self._pool.num_blocks
+
     def lend(self, sequence: Sequence) -> bool:
         """Holds the longest cached prefix of its full blocks, if there is one; takes no other block.
 

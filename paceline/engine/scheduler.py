@@ -203,9 +203,8 @@ class Scheduler:
                 part, left = part - used, left - used
                 for queue, running in ((admission.normal, normal), (admission.fast, fast)):
                     left -= self._fill(queue, priority, running, left)
-            if self._decodes or self._chunks:
+            if self._decodes or self._chunks or not admission.unbind():
                 return
-            admission.unbind()
 
     def _fill(self, queue: WaitingQueue, priority: Priority, running: list[Sequence], budget: int) -> int:
         """Up to `budget` tokens for a lane and class: for those that run, then for those that wait and fit; gives how many."""

@@ -290,12 +290,14 @@ def test_readers_of_one_prefix_do_not_starve_one_that_waits_for_room() -> None:
 
 @pytest.mark.parametrize("num_large", [7, 40])
 def test_an_idle_worker_lets_in_who_fits_however_many_before_it_do_not(num_large: int) -> None:
-    """Leases hold most blocks, nobody computes: a small request has room, and so its turn."""
+    """Leases hold most blocks, and nobody computes: after a moment a small request, which has room, has its turn."""
     bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64)
     bench.add(make_spec("leased", (1,) * 48), SequenceRole.PREFILL_ONLY)
     bench.step()
     for number in range(num_large):
         bench.add(make_spec(f"large{number}", (2, number) * 10))
     small = bench.add(make_spec("small", (3,), max_tokens=2))
-    bench.steps(100)
+    for _ in range(100):
+        bench.step()
+        bench.clock.advance(0.1)
     assert bench.tokens(small)

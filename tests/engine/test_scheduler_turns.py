@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.core.request import FirstToken, Priority, SequenceSpec
-from paceline.engine.events import Reserved
+from paceline.core.request import FirstToken, Priority, SequenceId, SequenceSpec
+from paceline.engine.events import Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench
 from tests.engine.test_scheduler_policies import NO_LANE, _poisson, _spec
@@ -389,3 +389,41 @@ def test_many_mixes_of_tenants_are_served_evenly_and_without_a_stall(seed: int) 
     mix = _Mix(seed)
     mix.run(60)
     assert max(max(leads) - min(leads) for leads in mix.leads.values()) <= mix.bound
+
+
+def test_a_large_prompt_is_not_starved_while_leases_come_and_go() -> None:
+    """On a prefill worker nothing is computed between two prompts; what leases hold comes back soon, and then the large one comes in."""
+    bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, max_overtakes=3, aging_s=1.0)
+    leases = deque[SequenceId]()
+    large = make_spec("large", (2,) * 40, max_tokens=1, tenant="large", tenant_weight=3)
+    for step in range(400):
+        small = make_spec(f"small{step}", (3, step) * 5, max_tokens=1, tenant="small")
+        leases.append(bench.add(small, SequenceRole.PREFILL_ONLY))
+        if step == 10:
+            bench.add(large, SequenceRole.PREFILL_ONLY)
+        bench.step()
+        bench.clock.advance(0.05)
+        while len(leases) > 4 and bench.of(leases[0], Started):
+            bench.release(leases.popleft())
+    assert bench.of(large.sequence_id, Started)
+
+
+def test_a_lease_without_an_end_costs_a_ninth_of_the_time_at_most() -> None:
+    """What a large prompt waits for may never come back: the others are held up for a second in nine."""
+    bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, max_overtakes=1, aging_s=1.0)
+    bench.add(make_spec("held", (1,) * 40, max_tokens=1), SequenceRole.PREFILL_ONLY)
+    bench.step()
+    bench.add(make_spec("large", (2,) * 40, max_tokens=1), SequenceRole.PREFILL_ONLY)
+    num_steps, num_computed = 0, 0
+    waiting = set[SequenceId]()
+    while bench.clock() < 190.0:
+        if not waiting:
+            small = make_spec(f"small{num_steps}", (3, num_steps), max_tokens=1)
+            waiting.add(bench.add(small, SequenceRole.PREFILL_ONLY))
+        num_computed += bool(bench.step().scheduled)
+        num_steps += 1
+        bench.clock.advance(0.2)
+        for started in [each for each in waiting if bench.of(each, Started)]:
+            bench.release(started)
+            waiting.remove(started)
+    assert 0.85 * num_steps < num_computed < 0.95 * num_steps

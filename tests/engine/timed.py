@@ -76,6 +76,7 @@ class Timed:
         self.lives: dict[SequenceId, Life] = {}
         self.outputs: list[SchedulerOutput] = []
         self.num_computed = 0
+        self.num_idle = 0
 
     def serve(
         self,
@@ -100,8 +101,15 @@ class Timed:
     def step(self) -> None:
         """One step, which takes its time."""
         output = self.scheduler.schedule()
-        assert output.scheduled or output.events or not self.scheduler.has_work(), self.scheduler.stats()
-        if output.scheduled:
+        is_waiting = not (output.scheduled or output.events) and self.scheduler.has_work()
+        if is_waiting:
+            # Only for what others hold, and not for ever.
+            self.num_idle += 1
+            self.clock.advance(0.1)
+            assert self.num_idle < 30, self.scheduler.stats()
+            assert self.scheduler.pool.num_available < self.scheduler.pool.num_blocks
+        elif output.scheduled:
+            self.num_idle = 0
             self.outputs.append(output)
             self.clock.advance(memory_bound_s(output))
         self.num_computed += sum(len(item.token_ids) for item in output.scheduled)
