@@ -347,6 +347,8 @@ class History:
             self.bench.clock.advance(0.1 if num_idle else 0.0)
             assert num_idle < 30, f"no progress: {self.bench.scheduler.stats()}"
             assert len(self.bench.outputs) < 20_000, "no end"
+        # The deadlines of those that have ended may have passed: nobody has anything to say about them.
+        assert not self._step()
 
     # -- what must hold
 
