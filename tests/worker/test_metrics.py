@@ -16,7 +16,7 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.events import EventQueue
 from paceline.worker.metrics import StepMetrics, worker_samples
 from tests.factories import make_spec
-from tests.worker.bench import DECODE, NUM_BLOCKS, require_empty, serving_worker
+from tests.worker.bench import DECODE, NUM_BLOCKS, require_empty, serving_worker, until
 
 CONFIG = WorkerConfig(model="m", max_num_batched_tokens=10, max_num_seqs=4)
 
@@ -77,3 +77,30 @@ async def test_a_worker_tells_its_state(tiny_tokenizer_dir: Path) -> None:
         await require_empty(worker)
         assert (told(metrics.KV_HELD_BLOCKS), told(metrics.KV_CACHED_BLOCKS)) == (0, 2)
         assert told(metrics.LEASES) == 0
+
+
+async def test_overload_is_seen_to_come_and_to_go(tiny_tokenizer_dir: Path) -> None:
+    """What becomes of BATCH requests while an urgent one waits for a seat, and once nobody does any more."""
+    async with serving_worker(
+        tiny_tokenizer_dir, "worker-0", DECODE, num_blocks=4000, overload_wait_s=0.001
+    ) as worker:
+
+        def told(metric: Metric) -> float:
+            """Its value."""
+            (sample,) = (sample for sample in worker_samples(worker) if sample.metric is metric)
+            return sample.value
+
+        assert told(metrics.BATCH_MODE) == 0
+        specs = [make_spec(f"r{n}", (n + 5,) * 4, max_tokens=1500, ignore_eos=True) for n in range(9)]
+        for spec in specs:
+            worker.engine.submit(spec, SequenceRole.GENERATE, EventQueue().put)
+        await until(lambda: told(metrics.BATCH_MODE) == 2)
+        for spec in specs:
+            worker.engine.release(spec.sequence_id)
+        await until(lambda: not worker.engine.stats.num_waiting + worker.engine.stats.num_running)
+        # The next one is alone.
+        worker.engine.submit(
+            make_spec("alone", max_tokens=900, ignore_eos=True), SequenceRole.GENERATE, EventQueue().put
+        )
+        await until(lambda: told(metrics.BATCH_MODE) == 0)
+        assert told(metrics.BATCH_SWITCHES) >= 2
