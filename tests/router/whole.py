@@ -77,6 +77,7 @@ class WholeRouter:
 
     service: InferenceServicer
     admission: AdmissionController
+    dispatcher: Dispatcher
     registry: WorkerRegistry
     workers: Mapping[str, Worker]
     # One more of each tier, which serves the same model and follows scripts.
@@ -89,6 +90,7 @@ class WholeRouter:
     async def until_idle(self) -> None:
         """Returns when nobody keeps anything of any request, on any tier. What is still on its way there shows the next time."""
         await until(lambda: self.admission.stats().num_active == 0 and self.registry.num_streams == 0)
+        await until(lambda: not self.dispatcher._lease_release._tasks)
         for worker in self.workers.values():
             await until(lambda each=worker: _is_empty(each))  # type: ignore[misc] # a lambda's default
         for scripted in self.scripted.values():
@@ -141,16 +143,17 @@ async def whole_router(
         admission = AdmissionController(
             Door(config.max_requests, config.max_request_bytes), books.limiter, books.slots
         )
+        dispatcher = Dispatcher(config, registry, books.index, channels)
         service = InferenceServicer(
             Intake(config, tokenizer, registry, CacheScopes(), gate),
             registry,
             books.index,
             admission,
-            Dispatcher(config, registry, books.index, channels),
+            dispatcher,
             Tenants(config.tenants),
             max_unread_s=config.max_unread_s,
         )
-        yield WholeRouter(service, admission, registry, workers, others)
+        yield WholeRouter(service, admission, dispatcher, registry, workers, others)
 
 
 async def _started(name: str, like: Worker, stack: AsyncExitStack) -> ScriptedWorker:
