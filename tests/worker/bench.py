@@ -50,6 +50,7 @@ async def serving_worker(
     victim: str = "cost",
     prefix_pull: str = "always",
     stall_s: float = 120.0,
+    overload_wait_s: float = 5.0,
 ) -> AsyncIterator[Worker]:
     """A worker of one tier that computes 8 tokens a step."""
     server = grpc.aio.server()
@@ -67,6 +68,7 @@ async def serving_worker(
         victim=victim,
         prefix_pull=prefix_pull,
         stall_s=stall_s,
+        overload_wait_s=overload_wait_s,
     )
     loaded = load_runner(config)
     if runner is not None:
