@@ -253,5 +253,6 @@ class DecodeSession:
         self._send_failed(event.sequence_id, event.error)
 
     def _send_failed(self, sequence_id: SequenceId, error: PacelineError) -> None:
+        self._worker.failures.note(sequence_id, error)
         failed = decode_pb2.SequenceFailed(reason=error.reason, message=str(error), facts=error.facts())
         self._outbox.put(sequence_id, failed=failed)

@@ -8,7 +8,7 @@ import grpc
 from kvtransfer.leases import Lease
 from paceline.core.errors import InvariantError, PacelineError
 from paceline.core.prefix import PrefixHint
-from paceline.core.request import FirstToken, SequenceSpec
+from paceline.core.request import FirstToken, RequestId, SequenceId, SequenceSpec
 from paceline.engine.events import BlocksReady, Event, Failed, NewTokens, PromptScored, Recall, Started
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import abort_with
@@ -45,6 +45,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             finally:
                 prefill.close()
         except PacelineError as error:
+            sequence_id = SequenceId(RequestId(request.context.request_id), request.context.attempt)
+            self._worker.failures.note(sequence_id, error)
             await abort_with(context, error)
 
 

@@ -85,5 +85,6 @@ class Relay:
                 await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
-        # The other way ends with it: gRPC keeps no half of a connection.
+        # The other way ends with it: gRPC keeps no half of a connection. That one end is gone is nothing to be told either.
+        await self._flows.wait()
         writer.close()

@@ -7,13 +7,16 @@ and a secret that goes with each call.
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, cast
 
 import grpc
 
+from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import ConfigError, PeerLostError, PeerUnknownError
 from paceline.runtime.grpc_status import abort_with
+from paceline.runtime.log import get_logger
 from paceline.runtime.serving import is_private
 from paceline.runtime.tls import CertificateSource
 
@@ -22,7 +25,26 @@ TOKEN_SETTING: Final = "--cluster-token-file"  # noqa: S105 - the name of a sett
 _MIN_TOKEN_BYTES, _MAX_TOKEN_BYTES = 32, 256
 # Probes ask whether we live and can be given work; they know no secrets, and learn none.
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
+_TELL_EVERY_S = 60.0
 _Options = Sequence[tuple[str, int | str]]
+
+log = get_logger()
+
+
+class Strangers:
+    """Calls that have not brought the token. The log has a line a minute at most, however often somebody knocks."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self.num_refused = 0
+        self._clock = clock
+        self._told_s = -inf
+
+    def note(self, peer: str) -> None:
+        """One more."""
+        self.num_refused += 1
+        if self._clock() - self._told_s >= _TELL_EVERY_S:
+            self._told_s = self._clock()
+            log.warning("stranger_refused", peer=peer, num_refused=self.num_refused)
 
 
 class Membership:
@@ -40,6 +62,7 @@ class Membership:
         self._certificates = certificates
         self._peer_name = peer_name
         self._allow_plaintext = allow_plaintext
+        self.strangers = Strangers()
 
     @property
     def encrypts(self) -> bool:
@@ -66,7 +89,7 @@ class Membership:
 
     def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
         """What a server demands of a call."""
-        return (_Gate(self._token),) if self._token else ()
+        return (_Gate(self._token, self.strangers),) if self._token else ()
 
     def read_again(self) -> None:
         """The certificates, as they are now; raises ConfigError, and then all stays as it was."""
@@ -102,10 +125,11 @@ _Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[_Handl
 class _Gate(grpc.aio.ServerInterceptor):
     """Lets calls through that bring the token."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, strangers: Strangers) -> None:
         self._token = token.encode()
+        self._strangers = strangers
         # Whatever the method: it answers before it has read a message.
-        self._refusal: _Handler = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._refusal: _Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -123,15 +147,15 @@ class _Gate(grpc.aio.ServerInterceptor):
         # It takes as long for a token that begins rightly as for any other of its length.
         return hmac.compare_digest(given[0].encode(), self._token)
 
-
-async def _refuse(_: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-    await abort_with(
-        context,
-        PeerUnknownError(
-            "this service is for the processes of its cluster alone, and the call has not brought their token; "
-            f"give all of them the same {TOKEN_SETTING}"
-        ),
-    )
+    async def _refuse(self, _: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+        self._strangers.note(context.peer())
+        await abort_with(
+            context,
+            PeerUnknownError(
+                "this service is for the processes of its cluster alone, and the call has not brought their token; "
+                f"give all of them the same {TOKEN_SETTING}"
+            ),
+        )
 
 
 class _SignedChannel(grpc.aio.Channel):

@@ -199,6 +199,12 @@ BATCH_MODE = Metric(
     "paceline_batch_mode", "gauge", "BATCH requests: 0 join like others, 1 in static batches, 2 are refused."
 )
 BATCH_SWITCHES = Metric("paceline_batch_mode_switches_total", "counter", "Times that this has changed.")
+SEQUENCES_FAILED = Metric(
+    "paceline_sequences_failed_total",
+    "counter",
+    "Sequences that a worker has not taken, or that have ended by an error, by its reason.",
+    ("reason",),
+)
 BATCH_REFUSED = Metric("paceline_batch_refused_total", "counter", "BATCH requests refused by the scheduler.")
 COOLING = Metric("paceline_cooling_down", "gauge", "1 while nobody new is admitted, to recover, else 0.")
 COOL_DOWNS = Metric("paceline_cool_downs_total", "counter", "Times that preemption has led to a pause.")
@@ -249,6 +255,9 @@ INDEX_LOST = Metric(
 )
 INDEX_REFUSED = Metric(
     "paceline_index_refused_entries_total", "counter", "Entries that its server did not take."
+)
+STRANGERS = Metric(
+    "paceline_strangers_refused_total", "counter", "Calls that have not brought the cluster's token."
 )
 LEASES = Metric("paceline_leases_active", "gauge", "Leases that are out on this worker's blocks.")
 LEASES_EXPIRED = Metric("paceline_leases_expired_total", "counter", "Leases whose blocks nobody fetched.")

@@ -9,10 +9,12 @@ import grpc
 from kvtransfer.service import KvTransferServicer, add_kv_transfer_service
 from paceline.core.errors import InvariantError
 from paceline.prefix_index.registration import Tier
+from paceline.runtime import metrics
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import configure_logging, get_logger
+from paceline.runtime.membership import Membership
 from paceline.runtime.memory import keep_for_good, keep_freed_memory
-from paceline.runtime.metrics import StatsCollector
+from paceline.runtime.metrics import Sample, StatsCollector
 from paceline.runtime.metrics_server import on_loop, serving_metrics
 from paceline.runtime.reload import reload_certificates, reloading
 from paceline.runtime.server import GrpcServer, run_service
@@ -68,7 +70,7 @@ async def _serve(
         name = add_service(server.grpc, worker)
         add_kv_transfer_service(KvTransferServicer(worker.sender, Lender(worker)), server.grpc)
         add_WorkerServiceServicer_to_server(WorkerServicer(worker, role), server.grpc)
-        read = on_loop(partial(worker_samples, worker), asyncio.get_running_loop())
+        read = on_loop(partial(_samples, worker, membership), asyncio.get_running_loop())
         worker.metrics.registry.register(StatsCollector(read))
         async with serving_metrics(config.listen, config.metrics_port, worker.metrics.registry):
             await pin_unless_stopped(worker, plan, stop)
@@ -81,6 +83,10 @@ async def _serve(
                 with reloading([renew] if membership.encrypts else []):
                     await _until_stopped(worker, stop)
                 await _shut_down(server, worker, config.grace_s)
+
+
+def _samples(worker: Worker, membership: Membership) -> list[Sample]:
+    return [*worker_samples(worker), Sample(metrics.STRANGERS, membership.strangers.num_refused)]
 
 
 async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:

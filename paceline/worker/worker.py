@@ -32,6 +32,7 @@ from paceline.prefix_index.publisher import PrefixPublisher
 from paceline.prefix_index.redis_index import RedisPrefixIndex
 from paceline.runtime.channels import Channels
 from paceline.worker.config import WorkerConfig
+from paceline.worker.failures import SequenceFailures
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.runner import LoadedRunner
 from paceline.worker.scheduling import scheduler_config
@@ -61,6 +62,7 @@ class Worker:
     index: PrefixIndex
     publisher: PrefixPublisher
     metrics: StepMetrics
+    failures: SequenceFailures
     failed: asyncio.Event
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     num_blocks_pulled: int = 0
@@ -176,6 +178,7 @@ async def open_worker(
             index=index,
             publisher=publisher,
             metrics=metrics,
+            failures=SequenceFailures(metrics.registry),
             failed=failed,
         )
     finally:

@@ -249,6 +249,7 @@ async def test_no_label_tells_who_asked_or_what(cluster: Cluster) -> None:
         "rule",
         "source",
         "transport",
+        "reason",
         "le",
     }
 

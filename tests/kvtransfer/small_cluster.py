@@ -11,6 +11,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from prometheus_client import CollectorRegistry
+
 from decode_service.session import DecodeSession
 from kvtransfer.borrower import PrefixBorrower
 from kvtransfer.chunks import KvMessage, LeaseState
@@ -44,6 +46,7 @@ from paceline.runtime.wire_internal import (
 )
 from paceline.v1 import decode_pb2, prefill_pb2
 from paceline.worker.capacity import Capacity
+from paceline.worker.failures import SequenceFailures
 from paceline.worker.lender import Lender
 from paceline.worker.runner import LoadedRunner
 from paceline.worker.worker import Worker, _release_leased
@@ -514,6 +517,7 @@ class SmallCluster:
             index=cast("Any", None),
             publisher=cast("Any", None),
             metrics=cast("Any", None),
+            failures=SequenceFailures(CollectorRegistry()),
             failed=asyncio.Event(),
         )
         sweeper = asyncio.create_task(sweep_forever(leases))

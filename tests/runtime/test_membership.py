@@ -8,13 +8,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from paceline.client_error import PacelineRpcError, from_rpc_error
+from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError, PeerLostError
 from paceline.launcher.probes import free_port
 from paceline.runtime.channels import Channels
 from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
-from paceline.runtime.membership import CLUSTER_TOKEN, Membership, read_token
+from paceline.runtime.membership import CLUSTER_TOKEN, Membership, Strangers, read_token
 from paceline.runtime.server import GrpcServer
 from paceline.runtime.tls import CertificateSource
 from tests.certificates import Authority
@@ -130,6 +132,42 @@ async def test_strangers_are_refused(address: str, metadata: Any) -> None:
             assert (answer.code, answer.reason) == (grpc.StatusCode.UNAUTHENTICATED, "PEER_UNKNOWN")
             assert "--cluster-token-file" in answer.message
             assert TOKEN[:8] not in answer.message
+
+
+async def test_strangers_are_counted() -> None:
+    """Each of their calls, and none of the cluster's own or of a probe; the log names the first one."""
+    address, membership = f"127.0.0.1:{free_port('127.0.0.1', 0)}", Membership(token=TOKEN)
+    server, channels = GrpcServer(address, interceptors=membership.interceptors()), Channels(membership)
+    server.grpc.add_generic_rpc_handlers((_handlers(),))
+    await server.start([SERVICE])
+    with capture_logs() as logs:
+        await call_all(channels.get(address))
+        assert membership.strangers.num_refused == 0
+        async with grpc.aio.insecure_channel(address) as channel:
+            await call_all(channel, is_silent=True)
+    assert membership.strangers.num_refused == 4
+    (line,) = (line for line in logs if line["event"] == "stranger_refused")
+    assert line["peer"].startswith("ipv4:127.0.0.1:")
+    assert (line["log_level"], line["num_refused"]) == ("warning", 1)
+    await channels.aclose()
+    await server.stop(grace_s=0)
+
+
+def test_whoever_knocks_often_fills_no_log() -> None:
+    """A line a minute, with how many calls it were so far."""
+    clock = ManualClock()
+    strangers = Strangers(clock)
+    with capture_logs() as logs:
+        for _ in range(1000):
+            strangers.note("ipv4:10.0.0.9:1")
+        clock.advance(59.0)
+        strangers.note("ipv4:10.0.0.9:2")
+        clock.advance(1.0)
+        strangers.note("ipv4:10.0.0.9:3")
+    assert [(line["peer"], line["num_refused"]) for line in logs] == [
+        ("ipv4:10.0.0.9:1", 1),
+        ("ipv4:10.0.0.9:3", 1002),
+    ]
 
 
 async def test_a_method_that_is_not_there_tells_strangers_nothing(address: str) -> None:
