@@ -337,6 +337,35 @@ async def test_sigterm_drains(tmp_path: Path, tiny_tokenizer_dir: Path, name: st
         assert "exited with status 0" in await cluster.obituary(name)
 
 
+@pytest.mark.parametrize(("tier", "moment"), [("prefill", "progress"), ("decode", "delta")])
+async def test_what_is_left_after_the_grace_goes_on_elsewhere(
+    tmp_path: Path, tiny_tokenizer_dir: Path, tier: str, moment: str
+) -> None:
+    """A worker that is told to end does not wait for longer than that; its request moves, with the oracle's tokens."""
+    short = {"grace_s": 0.1, "fake_step_ms": 10}
+    async with running_cluster(
+        tmp_path,
+        tiny_tokenizer_dir,
+        sections={"prefill": short | {"max_num_batched_tokens": 4}, "decode": short},
+        runner="fake",
+        disaggregate="always",
+        topology="2P2D",
+    ) as cluster:
+        seen: asyncio.Queue[inference_pb2.GenerateResponse] = asyncio.Queue()
+        answer = asyncio.create_task(stream(cluster, seen))
+        await first_event(seen, moment)
+        (name,) = [
+            name
+            for name in cluster.local.worker_addresses
+            if name.startswith(tier) and await is_busy(cluster, name)
+        ]
+        cluster.local.kill(name, signal.SIGTERM)
+        assert await answer == list(fake_tokens(PROMPT, NUM_TOKENS, VOCAB_SIZE, None))
+        _, migrations = await finish_of(seen)
+        assert [migrated.attempt for migrated in migrations] == [1]
+        assert "exited with status 0" in await cluster.obituary(name)
+
+
 async def test_a_worker_whose_engine_makes_no_progress_is_not_alive(
     tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:

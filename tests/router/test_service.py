@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.tokenizer import Tokenizer
 from tests.factories import make_spec
-from tests.router.whole import Call, WholeRouter, whole_router
+from tests.router.whole import Call, EndedError, WholeRouter, whole_router
 from tests.worker.bench import output_of
 
 SEEDED = SamplingParams(seed=4)
@@ -75,3 +76,21 @@ async def test_the_clients_own_name_for_a_request_is_a_label(router: WholeRouter
     for responses in streams:
         token_ids = [token for response in responses for token in response.delta.token_ids]
         assert token_ids == list(output_of(spec_of()))
+
+
+class Broken(Call):
+    """A call with which something of ours cannot cope."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Fails with words that nobody has checked."""
+        raise RuntimeError("the prompt was: a secret")
+
+
+async def test_a_bug_has_a_status_and_a_reason(router: WholeRouter) -> None:
+    """INVARIANT, without the words of the exception, and counted; the next request is served."""
+    with pytest.raises(EndedError) as caught:
+        await router.generate(request(), Broken())
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INVARIANT")
+    assert "secret" not in str(caught.value)
+    assert router.service.stats().num_ended == {"INVARIANT": 1}
+    assert (await answer(router, request()))[-1].HasField("finish")

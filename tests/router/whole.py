@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
 from paceline.prefix_index.index import PrefixIndex
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
 from paceline.runtime.channels import Channels
@@ -35,6 +38,14 @@ ROLES = {"prefill": PREFILL, "decode": DECODE}
 class EndedError(Exception):
     """A call has ended with a status."""
 
+    def __init__(self, status: Any) -> None:
+        super().__init__(status.details)
+        self.code: grpc.StatusCode = status.code
+        info = error_details_pb2.ErrorInfo()
+        (packed,) = [value for key, value in status.trailing_metadata if key == "grpc-status-details-bin"]
+        assert any(detail.Unpack(info) for detail in status_pb2.Status.FromString(packed).details)
+        self.reason = info.reason
+
 
 class Call:
     """What gRPC gives a handler, as far as ours ask for it; takes what it is sent at once."""
@@ -59,7 +70,7 @@ class Call:
 
     async def abort_with_status(self, status: Any) -> NoReturn:
         """Ends the call."""
-        raise EndedError(status.details)
+        raise EndedError(status)
 
 
 @dataclass(frozen=True, slots=True)
