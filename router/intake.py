@@ -18,10 +18,11 @@ from router.config import RouterConfig
 from router.gate import Gate
 from router.job import Job
 from router.output import OutputStream
+from router.served import ServedModel
 from router.tenants import Tenant
 from router.timeline import RequestTimeline
 from router.tokenizer import Tokenizer
-from router.workers import ServedModel, WorkerRegistry
+from router.workers import WorkerRegistry
 
 _MAX_BYTES_PER_TOKEN = 16
 # A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.

@@ -29,8 +29,9 @@ from router.admission import AdmissionController, Door
 from router.intake import Call, Intake
 from router.job import RequestRunner, Tokens, session_id_of
 from router.sender import Sender
+from router.served import ServedModel
 from router.tenants import Tenant, Tenants
-from router.workers import ServedModel, WorkerRegistry
+from router.workers import WorkerRegistry
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 

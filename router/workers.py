@@ -1,7 +1,7 @@
 """The workers that this router sees: found by address, known by their own words, gone when their stream breaks."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,7 +10,6 @@ import grpc
 
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import FingerprintMismatchError, PacelineError, PeerLostError
-from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.runtime.channels import Channels
 from paceline.runtime.grpc_status import error_from_rpc
@@ -22,12 +21,11 @@ from router.assignments import Assignments
 from router.decode_link import DecodeLink
 from router.known_worker import KnownWorker, key_of
 from router.pace import Pace
+from router.served import ServedModel, served_by
 from router.views import WorkerView
 from router.watch import Watch, WatchState
 
 _INFO_TIMEOUT_S = 5.0
-# A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
-_SILENCE_S = 10.0
 _GOING_S = 0.5
 # Longer than a call without a deadline of its own would be waited for.
 _LINGER_S = 900.0
@@ -38,16 +36,6 @@ if TYPE_CHECKING:  # the stub's async form has a type, but no class
 log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What all known workers serve, and the lengths that the smallest of them allows."""
-
-    model_id: str
-    fingerprint: ModelFingerprint
-    vocab_size: int
-    max_model_tokens: int
-
-
 @dataclass(slots=True)
 class WorkerRegistry:
     """Owned by the router's event loop. Losing Redis removes nobody; only a broken stream does."""
@@ -56,6 +44,8 @@ class WorkerRegistry:
     max_buffered_events: int
     # What a message to a client costs this process; see Pace.
     message_s: float = 0.0
+    # A worker reports every second. One that is silent for so long is frozen: its connection would show it only after 30 s.
+    silence_s: float = 10.0
     assignments: Assignments = field(default_factory=Assignments)
     clock: Clock = monotonic
     # None while nobody is there.
@@ -224,13 +214,13 @@ class WorkerRegistry:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest())
         try:
             while True:
-                async with asyncio.timeout(_SILENCE_S):
+                async with asyncio.timeout(self.silence_s):
                     load = await call.read()
                 if not isinstance(load, worker_pb2.WatchLoadResponse):  # grpc.aio.EOF
                     return
                 self._update(watch, info, load, link)
         except TimeoutError:
-            raise PeerLostError(f"{info.worker_id} has said nothing for {_SILENCE_S:g} s") from None
+            raise PeerLostError(f"{info.worker_id} has said nothing for {self.silence_s:g} s") from None
         finally:
             call.cancel()
 
@@ -247,14 +237,14 @@ class WorkerRegistry:
             return
         known = KnownWorker(watch.address, info, load, link, self.clock())
         self._known[known.key] = known
-        self.served = _served_by(self._known.values())
+        self.served = served_by([known.info for known in self._known.values()])
         log.info("worker_found", peer=info.worker_id, address=watch.address, num_blocks=info.num_blocks)
         watch.note_found()
         self.notify()
 
     def _remove(self, info: worker_pb2.GetInfoResponse) -> None:
         if self._known.pop(key_of(info), None) is not None:
-            self.served = _served_by(self._known.values())
+            self.served = served_by([known.info for known in self._known.values()])
             log.warning("worker_lost", peer=info.worker_id)
             self.notify()
 
@@ -280,18 +270,6 @@ class WorkerRegistry:
         if served is not None:
             # How they cut their KV into blocks is for them: a hand-over converts it, or refuses.
             served.fingerprint.require_same_content(fingerprint_from_proto(info.fingerprint))
-
-
-def _served_by(workers: Collection[KnownWorker]) -> ServedModel | None:
-    infos = [known.info for known in workers]
-    if not infos:
-        return None
-    return ServedModel(
-        model_id=infos[0].model_id,
-        fingerprint=fingerprint_from_proto(infos[0].fingerprint),
-        vocab_size=infos[0].vocab_size,
-        max_model_tokens=min(info.max_model_tokens for info in infos),
-    )
 
 
 def _name_of(role: int) -> str:

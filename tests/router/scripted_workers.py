@@ -134,6 +134,11 @@ class ScriptedWorker(
         for watch in self._watches:
             watch.put_nowait(self.load)
 
+    @property
+    def num_watches(self) -> int:
+        """WatchLoad streams that somebody reads."""
+        return len(self._watches)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until what it was asked fulfils a condition."""
         async with asyncio.timeout(10):

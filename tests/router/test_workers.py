@@ -9,10 +9,12 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.prefix import WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
 from paceline.runtime.wire_internal import fingerprint_to_proto
+from paceline.runtime.wire_limits import max_sequence_tokens
 from router.views import WorkerView
-from tests.factories import FINGERPRINT, make_fingerprint, make_spec
+from tests.factories import BLOCK_SIZE, FINGERPRINT, make_fingerprint, make_spec
 from tests.router.cluster import DECODE, PREFILL, ScriptedCluster, scripted_cluster
 from tests.router.scripted_workers import ScriptedWorker, decode_that
+from tests.worker.bench import until
 
 
 def _view(cluster: ScriptedCluster, name: str) -> WorkerView:
@@ -141,6 +143,30 @@ async def _never_seen(cluster: ScriptedCluster, worker: ScriptedWorker) -> None:
     cluster.watch(worker.address, PREFILL)
     await worker.until(lambda: worker.num_asked >= 2)
     assert cluster.seen() == {(w.info.worker_id, w.info.boot_epoch) for w in cluster.workers}
+
+
+async def test_a_worker_that_falls_silent_is_lost_and_asked_no_more() -> None:
+    """Though its connection seems to be well: its next word is another beginning, and the stream on which nothing came is closed."""
+    async with scripted_cluster(1, 1) as cluster:
+        worker = cluster.prefill[0]
+        cluster.registry.silence_s = 0.2
+        # From the next report on it counts.
+        worker.report(num_steps=1)
+        await cluster.until_seen(*cluster.decode)
+        await worker.until(lambda: worker.num_asked > 1)
+        await until(lambda: worker.num_watches <= 1)
+
+
+async def test_no_sequence_is_longer_than_a_message() -> None:
+    """However long workers say that a request may be: what they are sent has to pass."""
+    async with scripted_cluster(1, 1) as cluster:
+        cluster.decode[0].info.max_model_tokens = cluster.prefill[0].info.max_model_tokens = 10_000_000
+        for worker in cluster.workers:
+            await worker.restart()
+        await cluster.until_seen(*cluster.workers)
+        served = cluster.registry.served
+        assert served is not None
+        assert served.max_model_tokens == max_sequence_tokens(served.vocab_size, BLOCK_SIZE) < 10_000_000
 
 
 async def test_what_is_served_is_bounded_by_the_smallest() -> None:

@@ -64,6 +64,17 @@ async def test_load_is_reported_at_once_and_when_it_changes(tiny_tokenizer_dir: 
         await channels.aclose()
 
 
+async def test_an_idle_worker_says_again_that_it_lives(tiny_tokenizer_dir: Path) -> None:
+    """The same load, though nothing has changed: whoever hears nothing takes it for frozen."""
+    channels = Channels()
+    async with serving_worker(tiny_tokenizer_dir, "worker-0", PREFILL) as worker:
+        stub = WorkerServiceStub(channels.get(worker.address))
+        reports = aiter(stub.WatchLoad(worker_pb2.WatchLoadRequest()))
+        async with asyncio.timeout(10):
+            assert await anext(reports) == await anext(reports)
+        await channels.aclose()
+
+
 async def test_the_load_says_who_waits(tiny_tokenizer_dir: Path) -> None:
     """Sequences that have not begun are reported by their class; those that have are not among them."""
     channels, runner = Channels(), GatedRunner(FakeModelRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE))
