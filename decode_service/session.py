@@ -12,7 +12,16 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixOwner
 from paceline.core.request import RequestId, SequenceId, SequenceSpec
 from paceline.core.ticket import KvTicket
-from paceline.engine.events import Event, Failed, NewTokens, PromptScored, Recall, Reserved, Started
+from paceline.engine.events import (
+    Event,
+    Failed,
+    NewTokens,
+    Progress,
+    PromptScored,
+    Recall,
+    Reserved,
+    Started,
+)
 from paceline.engine.sequence import SequenceRole
 from paceline.runtime.grpc_status import as_paceline_error
 from paceline.runtime.log import get_logger
@@ -225,6 +234,9 @@ class DecodeSession:
                     num_pulled_bytes=event.num_pulled_blocks * self._worker.loaded.layout.block_bytes,
                 )
                 self._outbox.put(event.sequence_id, started=started)
+            case Progress():
+                progress = decode_pb2.SequenceProgress(computed_tokens=event.num_computed_tokens)
+                self._outbox.put(event.sequence_id, progress=progress)
             case PromptScored():
                 scored = prompt_scored_to_proto(event.first_index, event.logprobs)
                 self._outbox.put(event.sequence_id, prompt_scored=scored)

@@ -125,7 +125,8 @@ class Dispatcher:
                     if isinstance(event, PromptComputed):
                         assigned.prompt_done()
                         job.is_prompt_told = True
-                    elif isinstance(event, PromptProgress):
+                    # A prompt on the decode worker counts whole until then: its class is not let in on a part of it.
+                    elif isinstance(event, PromptProgress) and route.prefill is not None:
                         assigned.note_progress(event.num_computed_tokens)
                     yield event
 
@@ -209,28 +210,26 @@ class Dispatcher:
     async def _decoded(
         self, job: Job, handle: DecodeHandle, scores: PromptScores
     ) -> AsyncGenerator[DispatchEvent, None]:
-        """What the decode worker says, until the last token of all.
-
-        `scores` are complete when it does not compute the prompt.
-        """
-        num_cached = 0
+        """What the decode worker says, until the last token; `scores` are complete when it does not compute the prompt."""
+        num_cached: int | None = None
         async for event in handle:
             match event.WhichOneof("event"):
                 case "started":
                     job.timeline.note_started(event.started)
                     num_cached = event.started.cached_tokens
-                    if scores.is_complete:
-                        yield PromptComputed(num_cached, job.timeline.decode_worker)
+                case "progress":
+                    yield PromptProgress(event.progress.computed_tokens)
                 case "prompt_scored":
                     scores.add(event.prompt_scored)
-                    if scores.is_complete:
-                        yield PromptComputed(num_cached, job.timeline.decode_worker, scores.take())
                 case "kv_received":
                     received = event.kv_received
                     job.timeline.note_transfer(received.num_blocks, received.num_bytes, received.duration_s)
                 # Otherwise its reader has ended it meanwhile.
                 case "tokens" if event.tokens.candidate in job.candidates:
                     scores.require_complete()
+                    if num_cached is not None:
+                        yield PromptComputed(num_cached, job.timeline.decode_worker, scores.take())
+                        num_cached = None
                     job.timeline.note_preemptions(event.tokens.candidate, event.tokens.num_preemptions)
                     yield self._accept(job, event.tokens)
                     if not job.candidates:

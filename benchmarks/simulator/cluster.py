@@ -28,6 +28,7 @@ from paceline.engine.events import (
     Event,
     Failed,
     NewTokens,
+    Progress,
     PromptScored,
     Recall,
     Reserved,
@@ -224,6 +225,8 @@ class SimulatedCluster:
             case BlocksReady():
                 journey.assigned.note_progress(event.num_computed_tokens)
                 _of(journey).ready.append((self._agenda.now_s, event.blocks))
+            case Progress():
+                pass  # as in the dispatcher: it counts whole until it is computed
             case Reserved():
                 _of(journey).reserve(self._agenda.now_s, event.block_ids, event.num_held)
                 self._try_hand_over(journey)

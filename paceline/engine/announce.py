@@ -1,18 +1,20 @@
 """What a scheduler says about a sequence when a step has computed part of it."""
 
 from paceline.core.request import TokenLogprob
-from paceline.engine.events import BlocksReady, Event, NewTokens, PromptScored, Reserved, Started
+from paceline.engine.events import BlocksReady, Event, NewTokens, Progress, PromptScored, Reserved, Started
 from paceline.engine.sequence import Sequence, SequenceRole
 
 
 def announce(sequence: Sequence) -> list[Event]:
-    """That it has started, and which blocks of one that others read have become ready."""
+    """That it has started, which blocks of one that others read have become ready, and how far one is that will generate."""
     events: list[Event] = []
     if not sequence.announced:
         sequence.announced = True
         events.append(_started(sequence))
     if sequence.role in (SequenceRole.PREFILL_ONLY, SequenceRole.LEND):
         events.append(_ready_blocks(sequence))
+    elif sequence.num_uncomputed_tokens and not sequence.num_preemptions:
+        events.append(Progress(sequence.sequence_id, sequence.num_computed_tokens))
     return events
 
 

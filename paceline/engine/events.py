@@ -36,6 +36,14 @@ class BlocksReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """A chunk of a GENERATE sequence is computed, and more follow before its first token; of one that was preempted nothing is said."""
+
+    sequence_id: SequenceId
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScored:
     """A chunk has told how probable the prompt's tokens from place `first_index` on were.
 
@@ -108,4 +116,4 @@ class Failed:
     error: PacelineError
 
 
-Event = Started | BlocksReady | PromptScored | Reserved | Recall | NewTokens | Failed
+Event = Started | BlocksReady | Progress | PromptScored | Reserved | Recall | NewTokens | Failed

@@ -26,7 +26,7 @@ from paceline.v1 import engine_pb2 as paceline_dot_v1_dot_engine__pb2
 from paceline.v1 import generation_pb2 as paceline_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/decode.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/generation.proto\"h\n\rDecodeRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.paceline.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.paceline.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xb5\x01\n\x06Submit\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12%\n\x06ticket\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KvTicket\x12,\n\x0bprefix_hint\x18\x04 \x01(\x0b\x32\x17.paceline.v1.PrefixHint\"S\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\tcandidate\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_candidate\"<\n\x0e\x44\x65\x63odeResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.SequenceEvent\"\xb0\x02\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.SequenceStartedH\x00\x12.\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x17.paceline.v1.KvReceivedH\x00\x12-\n\x06tokens\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SequenceTokensH\x00\x12-\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SequenceFailedH\x00\x12\x32\n\rprompt_scored\x18\x07 \x01(\x0b\x32\x19.paceline.v1.PromptScoredH\x00\x42\x07\n\x05\x65vent\"o\n\x0fSequenceStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\x12\x19\n\x11num_pulled_blocks\x18\x03 \x01(\r\x12\x18\n\x10num_pulled_bytes\x18\x04 \x01(\x04\"G\n\nKvReceived\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"\xc3\x01\n\x0eSequenceTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x11\n\tcandidate\x18\x06 \x01(\r\"\x96\x01\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x35\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32&.paceline.v1.SequenceFailed.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32V\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x1b.paceline.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/decode.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/engine.proto\x1a\x1cpaceline/v1/generation.proto\"h\n\rDecodeRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.paceline.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x13.paceline.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\xb5\x01\n\x06Submit\x12)\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x18.paceline.v1.CallContext\x12+\n\x08sequence\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12%\n\x06ticket\x18\x03 \x01(\x0b\x32\x15.paceline.v1.KvTicket\x12,\n\x0bprefix_hint\x18\x04 \x01(\x0b\x32\x17.paceline.v1.PrefixHint\"S\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x16\n\tcandidate\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_candidate\"<\n\x0e\x44\x65\x63odeResponse\x12*\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.SequenceEvent\"\xe3\x02\n\rSequenceEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x07started\x18\x03 \x01(\x0b\x32\x1c.paceline.v1.SequenceStartedH\x00\x12.\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x17.paceline.v1.KvReceivedH\x00\x12-\n\x06tokens\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SequenceTokensH\x00\x12-\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.SequenceFailedH\x00\x12\x32\n\rprompt_scored\x18\x07 \x01(\x0b\x32\x19.paceline.v1.PromptScoredH\x00\x12\x31\n\x08progress\x18\x08 \x01(\x0b\x32\x1d.paceline.v1.SequenceProgressH\x00\x42\x07\n\x05\x65vent\"o\n\x0fSequenceStarted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\x12\x19\n\x11num_pulled_blocks\x18\x03 \x01(\r\x12\x18\n\x10num_pulled_bytes\x18\x04 \x01(\x04\"+\n\x10SequenceProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"G\n\nKvReceived\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"\xc3\x01\n\x0eSequenceTokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_preemptions\x18\x04 \x01(\r\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.paceline.v1.TokenLogprob\x12\x11\n\tcandidate\x18\x06 \x01(\r\"\x96\x01\n\x0eSequenceFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x35\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32&.paceline.v1.SequenceFailed.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32V\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x1b.paceline.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,17 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODERESPONSE']._serialized_start=472
   _globals['_DECODERESPONSE']._serialized_end=532
   _globals['_SEQUENCEEVENT']._serialized_start=535
-  _globals['_SEQUENCEEVENT']._serialized_end=839
-  _globals['_SEQUENCESTARTED']._serialized_start=841
-  _globals['_SEQUENCESTARTED']._serialized_end=952
-  _globals['_KVRECEIVED']._serialized_start=954
-  _globals['_KVRECEIVED']._serialized_end=1025
-  _globals['_SEQUENCETOKENS']._serialized_start=1028
-  _globals['_SEQUENCETOKENS']._serialized_end=1223
-  _globals['_SEQUENCEFAILED']._serialized_start=1226
-  _globals['_SEQUENCEFAILED']._serialized_end=1376
-  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_start=1332
-  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_end=1376
-  _globals['_DECODESERVICE']._serialized_start=1378
-  _globals['_DECODESERVICE']._serialized_end=1464
+  _globals['_SEQUENCEEVENT']._serialized_end=890
+  _globals['_SEQUENCESTARTED']._serialized_start=892
+  _globals['_SEQUENCESTARTED']._serialized_end=1003
+  _globals['_SEQUENCEPROGRESS']._serialized_start=1005
+  _globals['_SEQUENCEPROGRESS']._serialized_end=1048
+  _globals['_KVRECEIVED']._serialized_start=1050
+  _globals['_KVRECEIVED']._serialized_end=1121
+  _globals['_SEQUENCETOKENS']._serialized_start=1124
+  _globals['_SEQUENCETOKENS']._serialized_end=1319
+  _globals['_SEQUENCEFAILED']._serialized_start=1322
+  _globals['_SEQUENCEFAILED']._serialized_end=1472
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_start=1428
+  _globals['_SEQUENCEFAILED_FACTSENTRY']._serialized_end=1472
+  _globals['_DECODESERVICE']._serialized_start=1474
+  _globals['_DECODESERVICE']._serialized_end=1560
 # @@protoc_insertion_point(module_scope)

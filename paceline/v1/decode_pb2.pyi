@@ -45,7 +45,7 @@ class DecodeResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "started", "kv_received", "tokens", "failed", "prompt_scored")
+    __slots__ = ("request_id", "attempt", "started", "kv_received", "tokens", "failed", "prompt_scored", "progress")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class SequenceEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     started: SequenceStarted
@@ -60,7 +61,8 @@ class SequenceEvent(_message.Message):
     tokens: SequenceTokens
     failed: SequenceFailed
     prompt_scored: _engine_pb2.PromptScored
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., tokens: _Optional[_Union[SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., prompt_scored: _Optional[_Union[_engine_pb2.PromptScored, _Mapping]] = ...) -> None: ...
+    progress: SequenceProgress
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., started: _Optional[_Union[SequenceStarted, _Mapping]] = ..., kv_received: _Optional[_Union[KvReceived, _Mapping]] = ..., tokens: _Optional[_Union[SequenceTokens, _Mapping]] = ..., failed: _Optional[_Union[SequenceFailed, _Mapping]] = ..., prompt_scored: _Optional[_Union[_engine_pb2.PromptScored, _Mapping]] = ..., progress: _Optional[_Union[SequenceProgress, _Mapping]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
     __slots__ = ("cached_tokens", "queued_s", "num_pulled_blocks", "num_pulled_bytes")
@@ -73,6 +75,12 @@ class SequenceStarted(_message.Message):
     num_pulled_blocks: int
     num_pulled_bytes: int
     def __init__(self, cached_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., num_pulled_blocks: _Optional[int] = ..., num_pulled_bytes: _Optional[int] = ...) -> None: ...
+
+class SequenceProgress(_message.Message):
+    __slots__ = ("computed_tokens",)
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    computed_tokens: int
+    def __init__(self, computed_tokens: _Optional[int] = ...) -> None: ...
 
 class KvReceived(_message.Message):
     __slots__ = ("num_blocks", "num_bytes", "duration_s")

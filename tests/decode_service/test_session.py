@@ -74,10 +74,11 @@ async def test_blocks_are_pulled_while_later_ones_are_computed(pair: Pair) -> No
 
 
 async def test_a_sequence_without_a_ticket_is_computed_here(pair: Pair) -> None:
-    """It starts, and every token is said."""
+    """It starts, how far it is after each chunk but the last one, and every token is said."""
     pair.submit(SPEC)
     (events,) = (await pair.until_end(SPEC)).values()
-    assert kinds_of(events) == ["started", *["tokens"] * 8]
+    assert kinds_of(events) == ["started", *["progress"] * 2, *["tokens"] * 8]
+    assert [event.progress.computed_tokens for event in events[1:3]] == [8, 16]
     assert token_ids_of(events) == output_of(SPEC)
     await pair.require_empty()
 
@@ -91,7 +92,13 @@ async def test_a_prompt_computed_here_is_told_here_and_one_handed_over_is_not(pa
     events = await pair.until_end(here, moved)
     local = events[here.sequence_id]
     told = [event.prompt_scored for event in local if event.HasField("prompt_scored")]
-    assert kinds_of(local) == ["started", *["prompt_scored"] * len(told), *["tokens"] * 8]
+    assert len(told) == 3
+    assert kinds_of(local) == [
+        "started",
+        *["progress", "prompt_scored"] * 2,
+        "prompt_scored",
+        *["tokens"] * 8,
+    ]
     entries = [logprob_from_proto(entry) for message in told for entry in message.logprobs]
     assert entries == list(fake_prompt_logprobs(SPEC.prompt_ids, 1, VOCAB_SIZE))
     assert kinds_of(events[moved.sequence_id]) == ["kv_received", *["tokens"] * 7]

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.request import FirstToken, SequenceId, SequenceSpec, TokenLogprob
-from paceline.engine.events import NewTokens, PromptScored, Started
+from paceline.engine.events import NewTokens, Progress, PromptScored, Started
 from paceline.engine.fake import fake_prompt_logprobs
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import VOCAB_SIZE, Bench, oracle
@@ -45,7 +45,7 @@ def test_entries_come_after_the_start_and_before_the_first_token() -> None:
     sequence_id = bench.add(make_spec(prompt_ids=PROMPT, max_tokens=2, prompt_logprobs=True))
     bench.run()
     kinds = [type(event) for event in bench.events[sequence_id]]
-    assert kinds == [Started, *[PromptScored] * 3, *[NewTokens] * 2]
+    assert kinds == [Started, *[Progress, PromptScored] * 2, PromptScored, *[NewTokens] * 2]
 
 
 def test_each_sequence_of_a_batch_has_its_own_entries() -> None:

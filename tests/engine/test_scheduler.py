@@ -9,7 +9,7 @@ from paceline.core.block_hash import BlockHash, chain_root, hash_block, hash_ful
 from paceline.core.cache_scope import CacheScope
 from paceline.core.errors import DeadlineError
 from paceline.core.request import FinishReason, FirstToken, Priority, SamplingParams
-from paceline.engine.events import BlocksReady, Failed, NewTokens, Reserved, Started
+from paceline.engine.events import BlocksReady, Failed, NewTokens, Progress, Reserved, Started
 from paceline.engine.sequence import SequenceRole
 from tests.engine.harness import Bench, oracle
 from tests.factories import make_id, make_spec
@@ -47,6 +47,28 @@ def test_a_long_prompt_is_computed_in_chunks_within_the_budget(chunk: int) -> No
     assert tuple(token_id for item in prefill for token_id in item.token_ids) == PROMPT
     assert [bool(item.samples) for item in prefill] == [False] * (len(prefill) - 1) + [True]
     assert bench.tokens(sequence_id) == oracle(spec)[0]
+
+
+def test_a_long_prompt_says_how_far_it_is() -> None:
+    """After each chunk but the last one, of which the first token tells; a short prompt says nothing, nor does one that others read."""
+    bench = Bench(num_blocks=32, max_num_batched_tokens=8)
+    long, short = bench.add(make_spec("long", tuple(range(20)))), make_spec("short", (1, 2, 3))
+    bench.run()
+    assert [event.num_computed_tokens for event in bench.of(long, Progress)] == [8, 16]
+    bench.add(short)
+    read = bench.add(make_spec("read", tuple(range(20, 40))), SequenceRole.PREFILL_ONLY)
+    bench.run()
+    assert bench.of(short.sequence_id, Progress) == bench.of(read, Progress) == []
+
+
+def test_a_preempted_prompt_does_not_go_back() -> None:
+    """What is computed again was told before."""
+    bench = Bench(num_blocks=6)
+    old = bench.add(make_spec("old", (0, 0, 0), max_tokens=14))
+    young = bench.add(make_spec("young", (1, 1, 1), max_tokens=14))
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert bench.of(old, Progress) == bench.of(young, Progress) == []
 
 
 def test_decodes_come_first_and_a_chunk_takes_what_is_left() -> None:

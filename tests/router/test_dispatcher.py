@@ -24,7 +24,8 @@ from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, FinishReason, Priority, SequenceSpec, WorkerId
 from paceline.prefix_index.memory_index import MemoryPrefixIndex
-from paceline.v1.decode_pb2 import SequenceEvent
+from paceline.v1 import generation_pb2
+from paceline.v1.decode_pb2 import SequenceEvent, SequenceProgress
 from paceline.v1.prefill_pb2 import PrefillResponse
 from router.dispatcher import Dispatcher
 from router.hash_ring import HashRing, prompt_key
@@ -115,6 +116,24 @@ async def test_a_local_request_takes_the_decode_tier_only() -> None:
     _require_whole(events)
     assert cluster.prefill[0].prefills == []
     assert [has_ticket for _, has_ticket in cluster.decode[0].submits] == [False]
+
+
+async def test_a_long_local_prompt_says_how_far_it_is() -> None:
+    """As one that is computed apart; its worker has the whole of it on its account until it is done."""
+    progress_of = [SequenceEvent(progress=SequenceProgress(computed_tokens=number)) for number in (8, 16)]
+    script = decode_that(0, decode_started(), *progress_of, tokens(0, WHOLE, ends=True))
+    async with scripted_cluster(disaggregate="never") as cluster:
+        cluster.decode[0].decode_scripts.append(script)
+        events, assigned = list[DispatchEvent](), list[int]()
+        async with aclosing(cluster.dispatcher.run(cluster.job(SPEC))) as running:
+            async for event in running:
+                events.append(event)
+                assigned.append(cluster.registry.views(DECODE)[0].num_assigned_tokens)
+    assert [event for event in events if isinstance(event, PromptProgress)] == [
+        PromptProgress(8),
+        PromptProgress(16),
+    ]
+    assert token_ids(events) == WHOLE
 
 
 async def test_workers_get_the_whole_of_the_request() -> None:
@@ -420,6 +439,22 @@ async def test_repeated_tokens_are_dropped() -> None:
         events = await cluster.run(cluster.job(SPEC))
     _require_whole(events)
     assert _placed(events) == [(0, "")]
+
+
+async def test_repeated_log_probabilities_are_dropped_with_their_tokens() -> None:
+    """Of a message that overlaps, those of its new tokens are told, once."""
+    first, again = tokens(1, WHOLE[1:3]), tokens(2, WHOLE[2:6], ends=True)
+    for event in (first, again):
+        event.tokens.logprobs.extend(
+            generation_pb2.TokenLogprob(token_id=token_id, logprob=-1.0)
+            for token_id in event.tokens.token_ids
+        )
+    async with scripted_cluster() as cluster:
+        cluster.decode[0].decode_scripts.append(decode_that(0, kv_received(), first, again))
+        events = await cluster.run(cluster.job(SPEC))
+    told = [each.token_id for event in events if isinstance(event, Tokens) for each in event.logprobs]
+    assert told == list(WHOLE[1:])
+    _require_whole(events)
 
 
 async def test_an_end_that_repeats_the_last_token_is_an_end() -> None:
