@@ -8,41 +8,35 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
-import grpc
-
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import (
     DrainingError,
     EngineFailedError,
     KvError,
     NoEndpointError,
-    PacelineError,
     PeerLostError,
 )
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
 from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
-from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire_internal import (
     finish_reason_from_proto,
     logprob_from_proto,
-    prefix_hint_to_proto,
-    spec_to_proto,
     ticket_from_proto,
 )
-from paceline.v1 import decode_pb2, inference_pb2, prefill_pb2
-from paceline.v1.prefill_pb2_grpc import PrefillServiceStub
+from paceline.v1 import decode_pb2, inference_pb2
 from router.config import RouterConfig
 from router.decode_handle import DecodeHandle
-from router.decode_link import LEAVING, DecodeLink, first_tokens
+from router.decode_link import DecodeLink, first_tokens
 from router.forecast import forecast
 from router.job import DispatchEvent, Failures, Job, Placed, PromptComputed, PromptProgress, Tokens
 from router.lease_release import LeaseRelease
 from router.merge import merged
 from router.placement import Route
 from router.placer import Placer
+from router.prefills import Prefills
 from router.prompt_lookup import PromptLookup
 from router.prompt_scores import PromptScores
 from router.views import Ask, WorkerView
@@ -71,8 +65,8 @@ class Dispatcher:
         self._registry = registry
         self._lookup = PromptLookup(index)
         self._placer = Placer(config.placement_rules)
-        self._channels = channels
         self._clock = clock
+        self._prefills = Prefills(channels, registry)
         self._lease_release = LeaseRelease(channels)
 
     async def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
@@ -156,7 +150,7 @@ class Dispatcher:
         handle: DecodeHandle | None = None
         num_cached, scores = 0, PromptScores(spec)
         try:
-            async with aclosing(self._prefill(spec, worker, hint)) as responses:
+            async with aclosing(self._prefills.run(spec, worker, hint)) as responses:
                 async for response in responses:
                     match response.WhichOneof("event"):
                         case "started":
@@ -180,32 +174,6 @@ class Dispatcher:
                 yield event
         finally:
             self._leave(worker, spec.sequence_id, handle)
-
-    async def _prefill(
-        self, spec: SequenceSpec, worker: WorkerView, hint: PrefixHint | None
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        context, sequence = spec_to_proto(spec)
-        request = prefill_pb2.PrefillRequest(
-            context=context, sequence=sequence, prefix_hint=prefix_hint_to_proto(hint)
-        )
-        stub = PrefillServiceStub(self._channels.get(worker.address))
-        call = stub.Prefill(request, timeout=spec.time_budget_s)
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as rpc_error:
-            error = error_from_rpc(rpc_error, worker.key.worker_id)
-            await self._note_failure(worker, error)
-            raise error from rpc_error
-        finally:
-            call.cancel()
-
-    async def _note_failure(self, worker: WorkerView, error: PacelineError) -> None:
-        """What a failed prefill says about its worker, so that the next attempt is not placed there again."""
-        if isinstance(error, LEAVING):
-            self._registry.note_leaving(worker.key)
-        elif isinstance(error, PeerLostError):
-            await self._registry.until_gone(worker.key)
 
     async def _decoded(
         self, job: Job, handle: DecodeHandle, scores: PromptScores

@@ -1,5 +1,6 @@
 """A worker that is there: what it has said of itself, and how busy it is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.prefix import WorkerKey
@@ -26,6 +27,8 @@ class KnownWorker:
     reported_s: float
     # Whether it has refused a prefill since it is about to end; its load report follows, or the end of its stream.
     has_refused: bool = False
+    # Who wants to hear when it is lost from sight.
+    losing: dict[Callable[[], None], None] = field(default_factory=dict)
     key: WorkerKey = field(init=False)
     _digest: bytes = field(init=False)
     _queue: QueueFacts | None = field(init=False)

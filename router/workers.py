@@ -134,6 +134,18 @@ class WorkerRegistry:
         known = self._known.get(key)
         return known.link if known and known.is_there else None
 
+    @contextmanager
+    def until_lost(self, key: WorkerKey, lose: Callable[[], None]) -> Iterator[None]:
+        """Calls `lose` if the worker is lost from sight before the block ends. Raises PeerLostError when it is already."""
+        known = self._known.get(key)
+        if known is None:
+            raise PeerLostError(f"{key.worker_id} has just gone")
+        known.losing[lose] = None
+        try:
+            yield
+        finally:
+            del known.losing[lose]
+
     def note_leaving(self, key: WorkerKey) -> None:
         """A worker has refused work since it is about to end: nobody is sent there until its next life."""
         known = self._known.get(key)
@@ -243,7 +255,10 @@ class WorkerRegistry:
         self.notify()
 
     def _remove(self, info: worker_pb2.GetInfoResponse) -> None:
-        if self._known.pop(key_of(info), None) is not None:
+        known = self._known.pop(key_of(info), None)
+        if known is not None:
+            for lose in list(known.losing):
+                lose()
             self.served = served_by([known.info for known in self._known.values()])
             log.warning("worker_lost", peer=info.worker_id)
             self.notify()

@@ -399,6 +399,24 @@ async def test_the_only_prefill_worker_is_waited_for() -> None:
     assert _placed(events) == [(0, ""), (1, "PEER_LOST")]
 
 
+@pytest.mark.parametrize("steps", [(), (started,), (started, _progress)], ids=len)
+async def test_a_prefill_worker_that_is_lost_from_sight_is_not_waited_for(
+    steps: tuple[Callable[[ScriptedWorker, SequenceSpec], PrefillResponse], ...],
+) -> None:
+    """Its own call goes on, but it reports no more, as a process that hangs: the request moves, and the call is given up."""
+    async with scripted_cluster(2, 1, placement="round-robin") as cluster:
+        stuck = cluster.prefill[0]
+        stuck.prefill_scripts.append(prefill_that(*steps))
+        cluster.decode[0].decode_scripts += [decode_that()] * bool(steps)
+        running = asyncio.create_task(cluster.run(cluster.job(SPEC)))
+        await stuck.until(lambda: len(stuck.prefills) == 1)
+        stuck.break_load_streams()
+        events = await running
+        await stuck.until(lambda: len(stuck.ended_prefills) == 1)
+    _require_whole(events)
+    assert _placed(events) == [(0, ""), (1, "PEER_LOST")]
+
+
 async def test_a_decode_worker_that_is_lost_during_the_prefill_is_noticed() -> None:
     """Its stream breaks before there is a ticket to send: the request does not wait for a stream that is gone."""
     async with scripted_cluster(1, 1) as cluster:
