@@ -227,6 +227,8 @@ async def test_a_deadline_during_the_pull_ends_it(pair: Pair) -> None:
         {"phase": "transfer"},
     )
     call.cancel()
+    # Its last step stays at the gate until then: a result that comes first is kept for its reader, as it should be.
+    await until(lambda: pair.prefill.is_idle)
     pair.prefill_gate.open()
     await pair.require_empty()
 
@@ -314,6 +316,8 @@ async def test_a_cancel_during_the_pull_frees_both_sides(pair: Pair) -> None:
     await until(lambda: pair.decode.engine.stats.num_free_blocks < NUM_BLOCKS)
     pair.cancel(SPEC)
     call.cancel()
+    # Its last step stays at the gate until then: a result that comes first is kept for its reader, as it should be.
+    await until(lambda: pair.prefill.is_idle)
     pair.prefill_gate.open()
     await pair.require_empty()
 
