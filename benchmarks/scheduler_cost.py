@@ -59,7 +59,8 @@ def _step(scheduler: Scheduler, runner: EmptyRunner) -> tuple[float, float]:
     scheduled = time.perf_counter()
     computed = runner.execute(output)
     update = time.perf_counter()
-    scheduler.update(output, computed)
+    # Kept until the time is taken, as the engine does, which hands them on.
+    _events = scheduler.update(output, computed)
     end = time.perf_counter()
     # As the engine does after every step, so that changes do not pile up.
     scheduler.pool.take_changes()

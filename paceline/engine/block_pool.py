@@ -148,7 +148,7 @@ class BlockPool:
     def allocate(self, num_blocks: int, group: int = 0) -> list[BlockId]:
         """Takes free blocks, evicting what they cached. The caller has checked that there is room."""
         assert num_blocks <= len(self._free), "allocate() without room"
-        block_ids = [self._take_free() for _ in range(num_blocks)]
+        block_ids = [self._take_free()] if num_blocks == 1 else [self._take_free() for _ in range(num_blocks)]
         if self._is_windowed[group]:
             self._windowed.update(block_ids)
         return block_ids

@@ -41,10 +41,10 @@ class SequenceBlocks:
     def __init__(
         self, pool: BlockPool, content: BlockContent, tables: list[GroupTable] | None = None
     ) -> None:
-        self._pool = pool
-        self._content = content
+        self._pool, self._content = pool, content
         self.tables = tables or [GroupTable(index, group) for index, group in enumerate(pool.groups)]
         self._windowed = [table for table in self.tables if table.is_windowed]
+        self._only = self.tables[0] if pool.is_whole else None
         # Where a receiver's blocks lie: those that tokens behind the known ones see.
         self.places = Places()
         # Tokens that have a place, and the tables as the runner sees them: both are asked for in every step.
@@ -147,14 +147,14 @@ class SequenceBlocks:
 
     def seal(self, num_computed_tokens: int, chain: TokenChain) -> None:
         """Checksums the blocks that have just become full, and publishes them."""
-        num_full = num_computed_tokens // self._pool.block_size
+        num_full, num_named = num_computed_tokens // self._pool.block_size, len(chain.block_hashes)
         for table in self.tables:
             checksums = table.checksums
             for ordinal in range(len(checksums), num_full):
                 block_id = table.block_ids[ordinal]
                 checksums.append(0 if block_id is None else self._content.checksum(block_id))
                 # After a collision the chain is broken: nothing behind it can be found, so nothing is published.
-                if table.num_cached == ordinal < len(chain.block_hashes):
+                if table.num_cached == ordinal < num_named:
                     self._publish(table, ordinal, chain)
 
     def trim(self, num_computed_tokens: int, num_tokens: int) -> None:
@@ -162,7 +162,7 @@ class SequenceBlocks:
         for table in self._windowed:
             self._trim(table, num_computed_tokens, num_tokens)
         if self._windowed:
-            self.view = self._make_view()
+            self._note_change()
 
     def release(self) -> None:
         """Gives up everything."""
@@ -288,11 +288,13 @@ class SequenceBlocks:
     # -- small things
 
     def _note_change(self) -> None:
-        self.num_tokens_held = min([len(table.block_ids) for table in self.tables]) * self._pool.block_size
-        self.view = self._make_view()
-
-    def _make_view(self) -> tuple[BlockTable, ...]:
-        return tuple([tuple(table.block_ids) for table in self.tables])
+        size = self._pool.block_size
+        if self._only is not None:  # nearly always, and often: without detours
+            block_ids = self._only.block_ids
+            self.num_tokens_held, self.view = len(block_ids) * size, (tuple(block_ids),)
+        else:
+            self.num_tokens_held = min([len(table.block_ids) for table in self.tables]) * size
+            self.view = tuple([tuple(table.block_ids) for table in self.tables])
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

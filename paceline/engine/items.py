@@ -28,7 +28,7 @@ def scheduled_decodes(sequences: Iterable[Sequence]) -> list[ScheduledSequence]:
         ScheduledSequence(
             sequence.sequence_id,
             (sequence.token_ids[-1],),
-            len(sequence.token_ids) - 1,
+            sequence.num_computed_tokens,
             sequence.blocks.view,
             sequence.lasting_tasks or sample_tasks(sequence),
             None,
