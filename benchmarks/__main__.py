@@ -15,10 +15,11 @@ BENCHMARKS = {
     "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
     "router": "what the router adds to a request and to a token, and how many one process carries",
     "routing": "placement policies, simulated and on a real 2P2D: cache hits, TTFT, how evenly load is spread",
+    "serve": "a whole server under load, as users see it; beside vLLM or llama.cpp if they run",
     "simulator": "a simulated run beside a real one of the same trace, and the simulator's speed",
 }
 # Where a benchmark is not in the module of its name.
-_MODULES = {"simulator": "simulator_accuracy"}
+_MODULES = {"simulator": "simulator_accuracy", "serve": "serve.command"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tune
+from benchmarks.serve import command as serve_command
 from benchmarks.simulator import cli as simulator_cli
 from decode_service.config import DecodeConfig
 from paceline import cli
@@ -45,7 +46,10 @@ def flags(capsys: pytest.CaptureFixture[str]) -> frozenset[str]:
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         texts.append(capsys.readouterr().out)
-    texts += [parser.format_help() for parser in (simulator_cli.make_parser(), tune.make_parser())]
+    texts += [
+        parser.format_help()
+        for parser in (simulator_cli.make_parser(), tune.make_parser(), serve_command.make_parser())
+    ]
     found = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*", text)}
     return frozenset(found.union(*(flags_of(config) for config in SECTIONS.values()), ["--config"]))
 

@@ -1,0 +1,238 @@
+"""`./run bench serve`: starts a cluster, or takes one that runs, and puts the same load on it and on others, by turns."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serve.drive import Life, drive
+from benchmarks.serve.figures import figures, medians, table
+from benchmarks.serve.memory import watch_peak
+from benchmarks.serve.targets import PacelineTarget, Target, completions_target
+from benchmarks.serve.workloads import WORKLOADS, Asked, Workload, chosen, traced
+from benchmarks.simulator.options import OneLineParser, say, slo_flag, write_json
+from benchmarks.simulator.readers import load_trace
+from benchmarks.simulator.records import Result
+from benchmarks.simulator.slo import Slo
+from benchmarks.simulator.spec import defaults_of
+from benchmarks.simulator.trace import ANY_VOCAB_SIZE
+from paceline.client import PacelineClient
+from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.config import UpConfig
+from paceline.launcher.models import DEFAULT_MODEL, resolve_model
+
+_ABOUT = """\
+Load on a whole server through its public gRPC API, as users see it. Every answer is greedy and of a fixed length.
+
+workloads:
+{workloads}
+
+Without --address a cluster is started, and its start and its memory are measured too. With --against the same prompts go to other
+servers, turn by turn; the table shows ours over theirs. Rates and times on a machine that others share are worth their ratios only.
+"""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was measured, so far: of each server, figures run by run; and the last run's lives, by workload and server."""
+
+    runs: defaultdict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    lives: defaultdict[str, dict[str, list[Life]]] = field(default_factory=lambda: defaultdict(dict))
+    of_start: dict[str, float] = field(default_factory=dict)
+
+    def note_memory(self, num_bytes: int) -> None:
+        """What our processes take now."""
+        self.of_start["peak_rss_mb"] = max(self.of_start.get("peak_rss_mb", 0.0), num_bytes / 1e6)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table; 1 when a request of ours failed."""
+    args = make_parser().parse_args(argv)
+    found = asyncio.run(_run(args))
+    ours = {**found.of_start, **medians(found.runs.pop("paceline"))}
+    others = {name: medians(runs) for name, runs in found.runs.items()}
+    print(table(ours, others))
+    numbers: dict[str, Any] = dict(ours)
+    for name, theirs in others.items():
+        numbers |= {f"{name}_{key}": number for key, number in theirs.items()}
+    write_json(args.json, numbers)
+    _draw(args.plots, args.slo, found.lives)
+    return int(any(number for key, number in ours.items() if key.endswith("_failed")))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `./run bench serve`."""
+    workloads = "\n".join(f"  {name:<14} {about.__doc__}" for name, about in WORKLOADS.items())
+    parser = OneLineParser(
+        "./run bench serve",
+        description=_ABOUT.format(workloads=workloads),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    up = defaults_of(UpConfig)
+    parser.add_argument(
+        "--workloads",
+        type=_names,
+        default=tuple(WORKLOADS),
+        metavar="A,B",
+        help="those to run (default: all)",
+    )
+    parser.add_argument(
+        "--concurrency", type=_counts, default=(1, 8, 32), metavar="N,M", help="of mixed (default: 1,8,32)"
+    )
+    parser.add_argument(
+        "--rate", type=_positive, default=1.0, help="requests a second of poisson and burst (default: 1)"
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="T",
+        help="also a trace, each request when it came; `./run simulate --help` has the formats",
+    )
+    parser.add_argument(
+        "--repeats", type=_count, default=3, metavar="N", help="runs, of which medians are told (default: 3)"
+    )
+    parser.add_argument(
+        "--slo", type=slo_flag, metavar="ttft=800ms,itl=100ms", help="what users are promised; adds goodput"
+    )
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="another server's completions API, such as vllm=http://127.0.0.1:8000/v1",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="a Paceline server that runs already")
+    parser.add_argument("--api-key", metavar="KEY", help="for --address")
+    parser.add_argument(
+        "--vocab-size",
+        type=_count,
+        default=ANY_VOCAB_SIZE,
+        metavar="N",
+        help="for --address: prompts have token ids below it",
+    )
+    parser.add_argument(
+        "--topology", default=up["topology"], help="of the cluster that is started (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL.name, help="the model that it serves (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default=up["dtype"], help="what it computes in (default: %(default)s)")
+    parser.add_argument(
+        "--runner",
+        default=up["runner"],
+        choices=("torch", "fake"),
+        help="fake: no model, for trying this out",
+    )
+    parser.add_argument("--config", metavar="FILE", help="its settings, as of ./run up --config")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, for programs")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw the curves of each workload's last run there"
+    )
+    return parser
+
+
+async def _run(args: argparse.Namespace) -> _Found:
+    found = _Found()
+    async with AsyncExitStack() as stack:
+        targets: list[Target] = [
+            await stack.enter_async_context(completions_target(text)) for text in args.against
+        ]
+        ours, vocab_size = await stack.enter_async_context(_our_server(args, found))
+        for run in range(args.repeats):
+            asked = Asked(time.time_ns(), vocab_size, args.concurrency, args.rate)
+            workloads = chosen(args.workloads, asked)
+            if args.trace:
+                workloads.append(traced(load_trace(args.trace), asked))
+            # Who is first has a turn each time: whatever warms up or slows down meets all.
+            order = [ours, *targets] if run % 2 == 0 else [*targets, ours]
+            await _take_turns(found, workloads, order, args, f"run {run + 1} of {args.repeats}")
+    return found
+
+
+async def _take_turns(
+    found: _Found, workloads: Sequence[Workload], order: Sequence[Target], args: argparse.Namespace, when: str
+) -> None:
+    """One run: each workload on each server."""
+    numbers: dict[str, dict[str, float]] = {target.name: {} for target in order}
+    for workload in workloads:
+        for target in order:
+            say(f"{when}: {workload.key}, {workload.num_turns} requests, on {target.name}")
+            lives = await drive(workload, target)
+            numbers[target.name] |= figures(workload.key, lives, args.slo)
+            found.lives[workload.key][target.name] = lives
+            for reason in sorted({life.record.reason for life in lives if life.record.reason}):
+                say(f"  failed: {reason}")
+    for name, each in numbers.items():
+        found.runs[name].append(each)
+
+
+@asynccontextmanager
+async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[tuple[PacelineTarget, int]]:
+    """Ours, and how many tokens its model knows."""
+    if args.address:
+        async with PacelineClient(args.address, api_key=args.api_key) as client:
+            yield PacelineTarget(client), args.vocab_size
+        return
+    model = resolve_model(args.model, say)
+    vocab_size = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    config = UpConfig(
+        topology=args.topology, dtype=args.dtype, runner=args.runner, config=args.config, port=0
+    )
+    begin_s = time.perf_counter()
+    async with LocalCluster(config, model, say=say) as cluster, PacelineClient(cluster.address) as client:
+        await client.generate_text("The sky is", max_tokens=1)
+        found.of_start["start_to_first_answer_s"] = time.perf_counter() - begin_s
+        watching = asyncio.create_task(watch_peak(lambda: list(cluster.pids.values()), found.note_memory))
+        try:
+            yield PacelineTarget(client), vocab_size
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+def _draw(directory: Path | None, slo: Slo | None, lives: Mapping[str, Mapping[str, Sequence[Life]]]) -> None:
+    if directory is None:
+        return
+    from benchmarks.simulator.plots import plot_latencies  # noqa: PLC0415 - it takes a second to load
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for key, by_target in lives.items():
+        for name, some in by_target.items():
+            result = Result(tuple(life.record for life in some), (), ())
+            plot_latencies(result, slo, directory / f"{key}-{name}.svg")
+
+
+# -- flags
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    if unknown := sorted(set(names) - WORKLOADS.keys()):
+        raise argparse.ArgumentTypeError(
+            f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}"
+        )
+    return names
+
+
+def _count(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")

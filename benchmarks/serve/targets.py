@@ -1,0 +1,129 @@
+"""The servers that load is put on: ours by its gRPC API, others by the completions API that OpenAI's clients speak."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import httpx2
+
+from paceline.client import GenerateOptions, PacelineClient
+from paceline.client_error import PacelineRpcError
+from paceline.core.errors import ConfigError
+
+_TIMEOUT_S = 600.0
+_DONE = "data: [DONE]"
+
+
+class RefusedError(Exception):
+    """A server did not take a request, or did not bring it to an end; its message is the server's."""
+
+
+class Target(Protocol):
+    """A server that continues tokens."""
+
+    @property
+    def name(self) -> str:
+        """What its figures are called by."""
+        ...
+
+    def answer(
+        self, prompt_ids: Sequence[int], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """Greedy tokens, exactly so many, in parts as they come; raises RefusedError."""
+        ...
+
+
+class PacelineTarget:
+    """Our own server, through a client that the caller closes."""
+
+    def __init__(self, client: PacelineClient, name: str = "paceline") -> None:
+        self.name = name
+        self._client = client
+
+    async def answer(
+        self, prompt_ids: Sequence[int], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """See Target.answer."""
+        options = GenerateOptions(
+            max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0, timeout_s=_TIMEOUT_S
+        )
+        try:
+            async for event in self._client.generate(prompt_ids, **options):
+                if event.delta.token_ids:
+                    yield tuple(event.delta.token_ids)
+        except PacelineRpcError as error:
+            raise RefusedError(str(error)) from error
+
+
+class CompletionsTarget:
+    """A server at `url`, such as http://127.0.0.1:8000/v1, that answers POST /completions with server-sent events.
+
+    vLLM and llama.cpp do. Prompts are token ids. A part that does not say its tokens' ids counts as one token, of no known id.
+    """
+
+    def __init__(self, http: httpx2.AsyncClient, name: str, url: str, model: str) -> None:
+        self.name = name
+        self._http = http
+        self._url = f"{url.rstrip('/')}/completions"
+        self._model = model
+
+    async def answer(
+        self, prompt_ids: Sequence[int], num_output_tokens: int
+    ) -> AsyncGenerator[tuple[int, ...], None]:
+        """See Target.answer."""
+        request = {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": num_output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        try:
+            async with self._http.stream("POST", self._url, json=request) as response:
+                if response.status_code != httpx2.codes.OK:
+                    said = (await response.aread()).decode(errors="replace")
+                    raise RefusedError(f"{self._url} answers {response.status_code}: {said[:200]}")
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != _DONE and (token_ids := _tokens_of(line)):
+                        yield token_ids
+        except httpx2.HTTPError as error:
+            raise RefusedError(f"{self._url}: {str(error) or type(error).__name__}") from error
+
+
+@asynccontextmanager
+async def completions_target(text: str) -> AsyncIterator[CompletionsTarget]:
+    """The server that `--against NAME=URL` or `--against URL` names; raises ConfigError when it does not say what it serves."""
+    name, is_named, url = text.partition("=") if "=" in text.partition("://")[0] else ("other", "", text)
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--against {text}: say NAME=http://HOST:PORT/v1")
+    if is_named and not name.isidentifier():
+        raise ConfigError(f"--against {text}: {name!r} is no name of letters, digits and _")
+    async with httpx2.AsyncClient(
+        timeout=_TIMEOUT_S, limits=httpx2.Limits(max_connections=None), trust_env=False
+    ) as http:
+        yield CompletionsTarget(http, name, url, await _model_at(http, url))
+
+
+async def _model_at(http: httpx2.AsyncClient, url: str) -> str:
+    try:
+        response = await http.get(f"{url.rstrip('/')}/models", timeout=10.0)
+        model: str = response.json()["data"][0]["id"]
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"--against {url}: {url}/models does not say which model is served ({error})"
+        ) from error
+    return model
+
+
+def _tokens_of(line: str) -> tuple[int, ...]:
+    """The tokens of one event; -1 where it has text and does not say which token that is."""
+    choices: list[dict[str, Any]] = json.loads(line.removeprefix("data: ")).get("choices") or []
+    if not choices:
+        return ()
+    token_ids = choices[0].get("token_ids")
+    if token_ids is not None:
+        return tuple(token_ids)
+    return (-1,) if choices[0].get("text") else ()
