@@ -67,11 +67,18 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention of one layer over the whole ragged batch; [1, num_tokens, num_heads, value_dim]."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
+    return attend_by_sequence(context, layer, rules, query, key, value), None
+
+
+def attend_by_sequence(
+    context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """One sequence after the other, by torch's own functions; arguments and result are those of `paged_attention`."""
     queries = context.batch.queries
     if context.cache.layout.layers[layer].is_latent:
         contexts = _split_contexts(context.cache, layer, queries, key[0], value[0])
     else:
-        contexts = [_gather_by_head(context.cache, layer, part, query.dtype) for part in queries]
+        contexts = [gather_by_head(context.cache, layer, part, query.dtype) for part in queries]
     parts = [
         attend(
             query[0, :, part.first : part.last],
@@ -82,7 +89,7 @@ def paged_attention(
         )
         for part, (keys, values) in zip(queries, contexts, strict=True)
     ]
-    return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0), None
+    return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0)
 
 
 def store_tokens(
@@ -189,9 +196,7 @@ def gather_seen(cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype
     return torch.cat([sink_keys, keys]), torch.cat([sink_values, values])
 
 
-def _gather_by_head(
-    cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def gather_by_head(cache: KVCache, layer: int, part: QueryRange, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same, each [num_kv_heads, tokens, dim]."""
     keys, values = gather_seen(cache, layer, part, dtype)
     return keys.transpose(0, 1), values.transpose(0, 1)

@@ -15,6 +15,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
+from paceline.engine.native_attention import choose_attention
 from paceline.engine.probe import probe_layers
 from paceline.runtime.log import get_logger
 
@@ -44,12 +45,16 @@ def load_model(
     exactness: str = "fast",
     kv_dtype: str = "auto",
     mla: str = "expanded",
+    attention: str = "auto",
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
-    model with latent attention keeps: "expanded" keys and values, or the "latent".
+    model with latent attention keeps: "expanded" keys and values, or the "latent". `attention` is what fast mode computes it
+    with: "native", compiled on this machine; "torch"; "auto", native where that can be.
     """
+    if exactness == "exact" and attention == "native":
+        raise ConfigError("--attention native is for fast mode; exact mode has an attention of its own")
     if exactness == "exact" and mla == "latent":
         raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
     model = _from_pretrained(directory, dtype)
@@ -59,6 +64,8 @@ def load_model(
     eos_token_ids = _eos_token_ids(directory, model)
     if exactness == "exact":
         make_exact(model)
+    else:
+        choose_attention(model, attention)
     return LoadedModel(
         model=model,
         layout=layout,

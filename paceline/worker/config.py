@@ -37,6 +37,11 @@ class WorkerConfig(ClusterSettings):
         "exact: the same request gives the same bits on every path",
         choices=("fast", "exact"),
     )
+    attention: str = option(
+        "auto",
+        "what attention of fast mode is computed with: native, compiled on this machine; torch; auto, native where it can be",
+        choices=("auto", "native", "torch"),
+    )
     runner: str = option(
         "torch", "what computes: torch, or a fake without a model", choices=("torch", "fake")
     )

@@ -64,7 +64,13 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
     loaded = load_model(
-        Path(config.model), config.dtype, config.block_size, config.exactness, config.kv_dtype, config.mla
+        Path(config.model),
+        config.dtype,
+        config.block_size,
+        config.exactness,
+        config.kv_dtype,
+        config.mla,
+        config.attention,
     )
     # With a cache that rounds nothing: it is the model that is checked.
     plain = replace(loaded.layout, dtype=config.dtype)

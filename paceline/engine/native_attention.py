@@ -1,0 +1,99 @@
+"""Paged attention of the fast mode where the machine can compile it: all that decode in one call, chunks of prompts by torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from paceline.core.errors import ConfigError
+from paceline.engine.attention import (
+    AttentionContext,
+    AttentionRules,
+    attend,
+    attend_by_sequence,
+    gather_by_head,
+    store_tokens,
+)
+from paceline.engine.kernels.cpu.build import NoKernelError
+from paceline.engine.kernels.cpu.paged_attention import RaggedTables, register, takes
+from paceline.runtime.log import get_logger
+
+NATIVE_NAME = "paceline_native"
+log = get_logger()
+
+
+def choose_attention(model: PreTrainedModel, wanted: str) -> None:
+    """Makes a model that runs our attention run the compiled one: `auto`, if it can be had; `native`, or ConfigError; `torch`, not."""
+    if wanted == "torch":
+        return
+    try:
+        register()
+    except NoKernelError as error:
+        if wanted == "native":
+            raise ConfigError(f"--attention native: {error}") from error
+        log.warning("no_native_attention", reason=str(error))
+        return
+    model.set_attn_implementation(NATIVE_NAME)
+
+
+def native_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """See `paged_attention`. What the kernel is not written for goes the way that it knows."""
+    context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
+    cache = context.cache
+    if cache.layout.layers[layer].is_latent or not takes(query, cache.keys[layer], cache.values[layer]):
+        return attend_by_sequence(context, layer, rules, query, key, value), None
+    out = _attend_decodes(context, layer, rules, query[0].transpose(0, 1))
+    for part in context.batch.queries:
+        if part.last - part.first > 1:
+            keys, values = gather_by_head(cache, layer, part, query.dtype)
+            found = attend(
+                query[0, :, part.first : part.last],
+                keys,
+                values,
+                rules,
+                num_left_out=part.context - keys.shape[1],
+            )
+            out[part.first : part.last] = found.transpose(0, 1)
+    return out.unsqueeze(0), None
+
+
+def _attend_decodes(context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor) -> Tensor:
+    """The rows of sequences with one token; those of others are there, and hold nothing yet."""
+    cache = context.cache
+    tables = _tables_of_decodes(context, cache.group_of[layer])
+    if tables is None:
+        return query.new_empty((*query.shape[:2], cache.values[layer].shape[3]))
+    out: Tensor = torch.ops.paceline.paged_attention(
+        query,
+        cache.keys[layer],
+        cache.values[layer],
+        tables.sequences,
+        tables.tables,
+        None if rules.sinks is None else rules.sinks.float(),
+        rules.scaling,
+        rules.softcap or 0.0,
+        rules.view.window or 0,
+        rules.view.num_sink_tokens,
+    )
+    return out
+
+
+def _tables_of_decodes(context: AttentionContext, group: int) -> RaggedTables | None:
+    """Made by the first layer of a group, for all of them."""
+    key = ("decodes", group)
+    if key not in context.shared:
+        decodes = [part for part in context.batch.queries if part.last - part.first == 1]
+        context.shared[key] = RaggedTables.of(decodes, group) if decodes else None
+    tables: RaggedTables | None = context.shared[key]
+    return tables
+
+
+AttentionInterface.register(NATIVE_NAME, native_attention)
