@@ -234,3 +234,16 @@ def test_one_that_came_long_ago_is_no_easier_victim_than_an_urgent_one(waited_s:
     bench.run()
     assert bench.end(make_id("old"))
     assert bench.end(make_id("new"))
+
+
+def test_candidates_that_lose_their_blocks_together_give_back_what_they_share() -> None:
+    """What only the victims hold comes free too: nobody else loses its blocks for that."""
+    bench = _bench(9, victim="most-blocks", fast_lane_share=NO_LANE)
+    bench.add(make_spec("pair", (1,) * 8, max_tokens=8, candidates=(0, 1)))
+    bench.steps(2)
+    many = bench.add(make_spec("many", (2,) * 8, max_tokens=3, candidates=tuple(range(6))))
+    bench.step()
+    # The six need a block each, and there are three; the two hold one each, and two together.
+    bench.step()
+    assert bench.scheduler.stats().num_preemptions == 2
+    assert all(len(bench.tokens(many, candidate)) == 2 for candidate in range(6))
