@@ -195,6 +195,29 @@ def test_the_next_static_batch_waits_for_one_that_lost_its_blocks() -> None:
     _is_one_after_the_other(bench, begun, fresh)
 
 
+def test_the_next_static_batch_waits_for_candidates_that_wait_for_a_seat() -> None:
+    """Their request has begun, and is not done while any of them is not."""
+    bench = _bench(
+        64,
+        fast_lane_share=NO_LANE,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        overload_wait_s=0.5,
+    )
+    begun = bench.add(make_spec("begun", (1,) * 4, max_tokens=8, priority=BATCH, candidates=tuple(range(5))))
+    bench.step()
+    bench.add(_make("stays", 3, 1, 40, REALTIME))
+    bench.release(begun, 0)
+    bench.steps(2)
+    assert bench.tokens(make_id("stays"))
+    _have_to_wait(bench)
+    fresh = bench.add(_make("fresh", 5, 4, 2, BATCH))
+    while not bench.end(begun, 3):
+        bench.step()
+    assert not bench.tokens(begun, 4)[1:], "it waits for a seat"
+    _is_one_after_the_other(bench, begun, fresh, candidate=4)
+
+
 def _have_to_wait(bench: Bench) -> None:
     """An urgent one has waited for so long that BATCH requests give way from now on."""
     urgent = bench.add(_make("urgent", 4, 60))
