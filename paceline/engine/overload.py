@@ -53,6 +53,11 @@ class Overload:
             self._switch(BatchMode.CONTINUOUS)
         self._calm_since_s = None
 
+    def seen(self, *, is_busy: bool) -> tuple[BatchMode, int]:
+        """Mode, and number of switches, between two steps: where nobody computes and nobody urgent waits, no step has told of the end."""
+        mode = self.mode if is_busy else BatchMode.CONTINUOUS
+        return mode, self.num_switches + (mode is not self.mode)
+
     def _switch(self, mode: BatchMode) -> None:
         self.mode = mode
         self.num_switches += 1

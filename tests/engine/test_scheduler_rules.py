@@ -240,6 +240,23 @@ def _is_one_after_the_other(
     assert not bench.end(make_id("stays"))
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_where_nobody_is_left_batch_gives_way_to_nobody(is_cancelled: bool) -> None:
+    """That is said at once, with no further step: whoever looks sees the mode, and how often it has changed."""
+    bench = _bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, overload_wait_s=0.5)
+    running = bench.add(_make("running", 1, 20, 4))
+    bench.step()
+    _have_to_wait(bench)
+    if is_cancelled:
+        bench.release(running)
+    while bench.scheduler.has_work():
+        bench.step()
+    for _ in range(2):
+        stats = bench.scheduler.stats()
+        assert (stats.batch_mode, stats.num_batch_switches) == (BatchMode.CONTINUOUS, 2)
+        bench.step()
+
+
 # -- victims
 
 
