@@ -139,6 +139,9 @@ class Engine:
         self._scheduler.release(sequence_id, candidate)
         self._admissions.note_released(sequence_id, candidate)
         self._max_steps_to_release = max(self._max_steps_to_release, self._num_steps - asked_at_step)
+        # Where there is nothing left to do, no step will tell that nobody waits any more.
+        if self._meter.is_blocked and not self._scheduler.has_work():
+            self._meter.note_turns((), is_blocked=False, now_s=self._clock())
 
     def has_work(self) -> bool:
         """Whether a step could do anything."""

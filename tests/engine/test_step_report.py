@@ -183,3 +183,23 @@ def test_an_engine_is_stuck_when_nobody_comes_in_though_every_block_is_free(
     for _ in range(3):
         bench.engine.step()
         assert not bench.engine.stats().is_stuck
+
+
+def test_where_nobody_is_left_nobody_is_blocked() -> None:
+    """Those that had no seat are cancelled, and all others with them: no step says so, and the idle hour is no wait for a turn."""
+    bench = make_bench(max_num_seqs=1)
+    for number, name in enumerate(("first", "running", "waiting")):
+        bench.add(make_spec(name, (number,) * 40))
+    for _ in range(5 + 7 + 5 + 2):
+        bench.engine.step()
+    assert bench.engine.stats().is_blocked
+    for name in ("running", "waiting"):
+        bench.engine.release(make_id(name), 0)
+    assert not bench.engine.has_work()
+    assert not bench.engine.stats().is_blocked
+    bench.clock.advance(3600.0)
+    bench.add(make_spec("later", (3,) * 40))
+    bench.engine.step()
+    pace = bench.engine.stats().pace
+    assert pace is not None
+    assert 0 < pace.turn_s < 100
