@@ -217,7 +217,7 @@ class Engine:
             expert_tokens=self._expert_tokens,
             pool=pool.stats(),
             queues=queues,
-            pace=self._meter.pace(),
+            pace=self._meter.pace(self._clock()),
             pending=_pending(queues.tokens, self._meter.cached_share),
             is_blocked=self._meter.is_blocked,
             is_stuck=self._was_idle and queues.num_waiting > 0 and pool.num_available == pool.num_blocks,

@@ -203,3 +203,19 @@ def test_where_nobody_is_left_nobody_is_blocked() -> None:
     pace = bench.engine.stats().pace
     assert pace is not None
     assert 0 < pace.turn_s < 100
+
+
+def test_what_came_in_is_forgotten_while_nothing_is_computed() -> None:
+    """After an idle hour no token of an urgent class has come in of late, though no step has been taken since."""
+    bench = make_bench()
+    for number in range(2):
+        bench.add(make_spec(f"{number}", (number,) * 40, priority=Priority.REALTIME))
+    while bench.engine.has_work():
+        bench.engine.step()
+    then = bench.engine.stats().pace
+    bench.clock.advance(3600.0)
+    now = bench.engine.stats().pace
+    assert then is not None
+    assert now is not None
+    assert then.tokens_per_s[0] > 0.1
+    assert now.tokens_per_s[0] == pytest.approx(0.0, abs=1e-6)
