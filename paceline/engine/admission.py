@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from math import inf
 
-from paceline.core.errors import QueueFullError
 from paceline.core.request import Priority
 from paceline.engine.events import Event, Failed
 from paceline.engine.fairness import Accounts
@@ -138,12 +137,8 @@ class Admission:
         latest_s = inf if self._overload.mode is BatchMode.REFUSED else self._now_s - self._config.aging_s
         if self._overload.mode is BatchMode.CONTINUOUS or oldest is None or oldest.arrival_s > latest_s:
             return []
-        error = QueueFullError(
-            "urgent requests wait, and BATCH ones are refused meanwhile",
-            retry_after_s=self._overload.retry_after_s,
-        )
         return [
-            (sequence, Failed(sequence.sequence_id, error))
+            (sequence, Failed(sequence.sequence_id, self._overload.refusal()))
             for sequence in self.normal.of_class(Priority.BATCH)
             if sequence.arrival_s <= latest_s
         ]
@@ -274,9 +269,12 @@ class Admission:
         """How many BATCH requests may begin in this step; while they give way, some once all others of them are done."""
         if self._overload.mode is BatchMode.CONTINUOUS:
             return self._config.max_num_seqs
-        begun = (*self._running, *self.normal.sent_back(Priority.STANDARD))
+        if not is_slack:
+            return 0
+        # Those that have begun may wait too, for room or for a seat; in the slack nobody else is in their class.
+        begun = (*self._running, *self.normal.of_class(Priority.STANDARD))
         is_done = not any(sequence.spec.priority is Priority.BATCH for sequence in begun)
-        return self._config.static_batch_size if is_slack and is_done else 0
+        return self._config.static_batch_size if is_done else 0
 
     def _fits(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether all its candidates have seats, and there is room, which it then has; alone it always has a seat."""

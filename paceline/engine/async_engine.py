@@ -23,8 +23,9 @@ from paceline.runtime.log import get_logger
 Sink = Callable[[Sequence[Event]], None]
 _Command = Callable[[Engine], None]
 
-# While sequences wait that cannot run, deadlines still pass: look at least so often.
-_IDLE_TICK_S = 0.1
+# While sequences wait that cannot run, deadlines still pass: look at least so often. Where there is nothing to do, what is said
+# of the last seconds becomes old.
+_IDLE_TICK_S, _QUIET_TICK_S = 0.1, 1.0
 
 log = get_logger()
 
@@ -164,8 +165,8 @@ class AsyncEngine:
             return True
         return False
 
-    def _idle_timeout_s(self) -> float | None:
-        return _IDLE_TICK_S if self._engine.has_work() else None
+    def _idle_timeout_s(self) -> float:
+        return _IDLE_TICK_S if self._engine.has_work() else _QUIET_TICK_S
 
     def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
         try:

@@ -124,6 +124,10 @@ class BlockPool:
         """How many of some held blocks have one holder only."""
         return [self._num_refs[block_id] for block_id in block_ids].count(1)
 
+    def num_freed(self, block_ids: Iterable[BlockId]) -> int:
+        """How many come free when so many references are given up, several of one block among them."""
+        return sum(self._num_refs[block_id] == number for block_id, number in Counter(block_ids).items())
+
     def is_named(self, block_hash: BlockHash) -> bool:
         """Whether a block of the first group is cached under this hash; it may be another's."""
         return group_hash(block_hash, 0) in self._by_hash

@@ -139,6 +139,9 @@ class Engine:
         self._scheduler.release(sequence_id, candidate)
         self._admissions.note_released(sequence_id, candidate)
         self._max_steps_to_release = max(self._max_steps_to_release, self._num_steps - asked_at_step)
+        # Where there is nothing left to do, no step will tell that nobody waits any more.
+        if self._meter.is_blocked and not self._scheduler.has_work():
+            self._meter.note_turns((), is_blocked=False, now_s=self._clock())
 
     def has_work(self) -> bool:
         """Whether a step could do anything."""
@@ -214,7 +217,7 @@ class Engine:
             expert_tokens=self._expert_tokens,
             pool=pool.stats(),
             queues=queues,
-            pace=self._meter.pace(),
+            pace=self._meter.pace(self._clock()),
             pending=_pending(queues.tokens, self._meter.cached_share),
             is_blocked=self._meter.is_blocked,
             is_stuck=self._was_idle and queues.num_waiting > 0 and pool.num_available == pool.num_blocks,

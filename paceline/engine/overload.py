@@ -5,6 +5,8 @@ Urgent requests, REALTIME and STANDARD ones, are what counts: while the oldest o
 
 import enum
 
+from paceline.core.errors import QueueFullError
+
 # Back to the milder mode once urgent requests have waited less than this share of the limit, for as long as the limit is.
 _CALM = 0.5
 _REFUSE_AT = 4.0
@@ -27,10 +29,10 @@ class Overload:
         self.mode = BatchMode.CONTINUOUS
         self.num_switches = 0
 
-    @property
-    def retry_after_s(self) -> float:
-        """When a refused request may come again: the mode does not become milder sooner."""
-        return 2 * self._limit_s
+    def refusal(self) -> QueueFullError:
+        """What a BATCH request hears that shall not wait; the mode does not become milder before it may come again."""
+        message = "urgent requests wait, and BATCH ones are refused meanwhile"
+        return QueueFullError(message, retry_after_s=2 * self._limit_s)
 
     def note_wait(self, wait_s: float, now_s: float) -> None:
         """`wait_s` is 0 when no urgent request waits."""
@@ -50,6 +52,11 @@ class Overload:
         if self.mode is not BatchMode.CONTINUOUS:
             self._switch(BatchMode.CONTINUOUS)
         self._calm_since_s = None
+
+    def seen(self, *, is_busy: bool) -> tuple[BatchMode, int]:
+        """Mode, and number of switches, between two steps: where nobody computes and nobody urgent waits, no step has told of the end."""
+        mode = self.mode if is_busy else BatchMode.CONTINUOUS
+        return mode, self.num_switches + (mode is not self.mode)
 
     def _switch(self, mode: BatchMode) -> None:
         self.mode = mode

@@ -79,12 +79,16 @@ class PaceMeter:
         self._blocked_since_s = now_s if is_blocked else None
         self._note_tokens(admissions, now_s)
 
-    def _note_tokens(self, admissions: Sequence[Admission], now_s: float) -> None:
+    def _forget_until(self, now_s: float) -> None:
+        """Time has passed, with or without steps: what came in counts less."""
         past_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         keep = exp(-past_s / _MEMORY_S)
         self._came_in = [tokens * keep for tokens in self._came_in]
         self._watched_s = self._watched_s * keep + past_s
+
+    def _note_tokens(self, admissions: Sequence[Admission], now_s: float) -> None:
+        self._forget_until(now_s)
         for admission in admissions:
             self._came_in[admission.priority] += admission.num_tokens - admission.num_cached_tokens
 
@@ -98,12 +102,13 @@ class PaceMeter:
         """Of the tokens that sequences came with lately."""
         return self._num_cached / self._num_admitted if self._num_admitted else 0.0
 
-    def pace(self) -> Pace | None:
+    def pace(self, now_s: float) -> Pace | None:
         """None before it has seen some steps with prompts."""
         if self._with_prompts.num_steps < _LEAST_PROMPT_STEPS:
             return None
         if self._numbers is None or self._num_new >= _REFRESH_STEPS:
             self._numbers, self._num_new = self._solve(), 0
+        self._forget_until(now_s)
         # Of a moment one cannot tell how much it was a second.
         watched_s = max(self._watched_s, 1.0)
         realtime, standard, batch = (tokens / watched_s for tokens in self._came_in)

@@ -1,6 +1,7 @@
 """The scheduler's choices as small functions on plain values: whose turn it is, and who loses its blocks."""
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
 from typing import NamedTuple
 
 from paceline.engine.sequence import Sequence
@@ -48,7 +49,7 @@ class Victim(NamedTuple):
 
     @property
     def num_gained(self) -> int:
-        """By how much the lack of blocks shrinks."""
+        """By how much the lack of blocks shrinks at least: what several victims share comes free with the last of them."""
         return self.num_freed + self.num_wanted
 
 
@@ -78,7 +79,13 @@ VICTIM_POLICIES: dict[str, VictimPolicy] = {
 }
 
 
-def choose_victims(victims: Iterable[Victim], num_lacking: int, policy: VictimPolicy) -> list[Victim]:
+# By how much the lack of blocks shrinks without all of these.
+Gain = Callable[[AbstractSequence[Victim]], int]
+
+
+def choose_victims(
+    victims: Iterable[Victim], num_lacking: int, policy: VictimPolicy, gain: Gain
+) -> list[Victim]:
     """Whoever must go so that `num_lacking` blocks come free: no one twice running, the least urgent first.
 
     Of those chosen nobody is superfluous: without any one of them there would be too little.
@@ -88,15 +95,16 @@ def choose_victims(victims: Iterable[Victim], num_lacking: int, policy: VictimPo
         return victim.was_last, -victim.urgency, policy(victim), -victim.sequence.arrival_s
 
     chosen: list[Victim] = []
+    num_gained = 0
     for victim in sorted(victims, key=order):
-        if num_lacking <= 0:
+        if num_gained >= num_lacking:
             break
         if victim.num_gained:
             chosen.append(victim)
-            num_lacking -= victim.num_gained
-    # The last one closed the gap; it may have made an earlier one needless.
-    for victim in chosen[-2::-1]:
-        if num_lacking + victim.num_gained <= 0:
-            chosen.remove(victim)
-            num_lacking += victim.num_gained
+            num_gained += victim.num_gained
+    # One may have made an earlier one needless, and all of them together give more than each by itself.
+    for victim in chosen[::-1]:
+        others = [other for other in chosen if other is not victim]
+        if gain(others) >= num_lacking:
+            chosen = others
     return chosen

@@ -53,7 +53,9 @@ class Preemption:
             for sequence in (*self._running.decoding, *self._running.prefilling)
             if sequence.role is not SequenceRole.PREFILL_ONLY
         ]
-        chosen = [victim.sequence for victim in choose_victims(victims, num_lacking, self._policy)]
+        chosen = [
+            victim.sequence for victim in choose_victims(victims, num_lacking, self._policy, self._gain)
+        ]
         self.num_rounds += 1
         for sequence in chosen:
             self._take_blocks(sequence)
@@ -67,6 +69,13 @@ class Preemption:
         is_aged = sequence.arrival_s <= self._clock() - self._aging_s
         urgency = 0 if is_aged else int(sequence.turn_class)
         return Victim(sequence, urgency, cost_s, loss.num_blocks, num_wanted, was_last)
+
+    def _gain(self, victims: AbstractSequence[Victim]) -> int:
+        """By how much the lack of blocks shrinks without these; blocks that only they hold come free with the last of them."""
+        tables = [table for victim in victims for table in victim.sequence.blocks.tables]
+        held = (block_id for table in tables if not table.is_windowed for block_id in table.held_ids)
+        num_pledged = sum(table.pledged for table in tables)
+        return self._pool.num_freed(held) + num_pledged + sum(victim.num_wanted for victim in victims)
 
     def _loss(self, sequence: Sequence) -> Loss:
         size, num_freed = self._pool.block_size, sequence.blocks.num_exclusive()

@@ -171,12 +171,11 @@ class Scheduler:
         for sequence in sorted(preempted, key=lambda sequence: sequence.arrival_s, reverse=True):
             self._admission.add_first(sequence)
         if preempted:
+            self._admission.close()
             decodes, growing = ([s for s in each if s in decoding] for each in (decodes, growing))
         for sequence in growing:
             sequence.blocks.extend(sequence.num_tokens)
         self._decodes = decodes
-        if preempted:
-            self._admission.close()
         return bool(preempted)
 
     def _plan_chunks(self, now_s: float) -> None:
@@ -272,14 +271,15 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A picture of now."""
-        running, lanes = self._running, (self._admission.fast, self._admission.normal)
-        waiting = num_waiting_by_priority(self._admission)
+        running, admission = self._running, self._admission
+        waiting, lanes = num_waiting_by_priority(admission), (admission.fast, admission.normal)
+        mode, num_switches = self._overload.seen(is_busy=running.is_computing or admission.has_urgent)
         return SchedulerStats(
             num_running=running.num_computing,
             num_waiting=sum(waiting) + sum(sequence.num_seats for sequence in running.parked),
             num_pending_tokens=running.num_pending_tokens + sum(lane.num_pending_tokens for lane in lanes),
             num_waiting_by_priority=waiting,
-            tokens=tokens_by_lane(self._admission, running),
+            tokens=tokens_by_lane(admission, running),
             preemptions={kind.value: self._preemption.counts[kind] for kind in PreemptionKind},
             num_recomputed_tokens=self._members.num_recomputed_tokens,
             num_refused_for_room=self._room.num_refused,
@@ -288,8 +288,8 @@ class Scheduler:
             max_seats=self._pressure.max_seats,
             is_cooling=self._pressure.is_cooling and running.is_computing,
             num_cool_downs=self._pressure.num_cool_downs,
-            batch_mode=self._overload.mode,
-            num_batch_switches=self._overload.num_switches,
+            batch_mode=mode,
+            num_batch_switches=num_switches,
             num_batch_refused=self._members.num_refused,
         )
 

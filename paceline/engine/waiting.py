@@ -166,10 +166,6 @@ class WaitingQueue:
             *(entry[2] for tenant in each.by_tenant.values() for entry in tenant.entries),
         ]
 
-    def sent_back(self, priority: Priority) -> Iterator[Sequence]:
-        """Those of a class that lost their blocks."""
-        return iter(self._classes[priority].sent_back)
-
     def num_to_compute(self, priority: Priority) -> int:
         """Tokens that those of a class come with, if none of them is cached."""
         return self._num_to_compute[priority]

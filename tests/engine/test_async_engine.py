@@ -13,7 +13,7 @@ from paceline.core.prefix import PrefixChanges
 from paceline.core.request import FirstToken, SamplingParams, SequenceSpec
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.engine import Engine, Runner, StepResult
+from paceline.engine.engine import Engine, EngineStats, Runner, StepResult
 from paceline.engine.events import Event, Failed, NewTokens, Reserved, Started
 from paceline.engine.fake import FakeModelRunner
 from paceline.engine.scheduler import Scheduler
@@ -32,6 +32,18 @@ class CountingEngine(Engine):
     """Counts all steps, those too that had nothing to compute."""
 
     num_looks = 0
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        super().__init__(scheduler, runner)
+        self.is_asked_again = threading.Event()
+        self._num_asked = 0
+
+    def stats(self) -> EngineStats:
+        """See Engine.stats."""
+        self._num_asked += 1
+        if self._num_asked > 1:
+            self.is_asked_again.set()
+        return super().stats()
 
     def step(self) -> StepResult:
         """See Engine.step."""
@@ -304,6 +316,14 @@ async def test_stop_ends_the_thread_and_the_events() -> None:
         await asyncio.sleep(0)
     assert len(heard) == num_heard
     assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+async def test_an_engine_that_has_nothing_to_do_is_asked_again_how_it_is() -> None:
+    """What it says of late would never become old otherwise: nobody sends it anything, and it takes no step."""
+    engine = _engine(_fake_runner())
+    async with _running(engine):
+        assert await asyncio.to_thread(engine.is_asked_again.wait, 10)
+    assert engine.num_looks == 0
 
 
 async def test_a_sink_hears_until_the_last_candidate_has_ended() -> None:

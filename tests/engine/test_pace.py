@@ -26,8 +26,8 @@ def _watch(meter: PaceMeter, num_steps: int, pace: Pace = TRUE, *, noise: float 
             meter.note_step(num_decodes, num_tokens, duration_s)
 
 
-def _known(meter: PaceMeter) -> Pace:
-    pace = meter.pace()
+def _known(meter: PaceMeter, now_s: float = 0.0) -> Pace:
+    pace = meter.pace(now_s)
     assert pace is not None
     return pace
 
@@ -39,12 +39,12 @@ def _newcomer(num_tokens: int = 100, num_cached: int = 0) -> Admission:
 def test_nothing_is_said_before_some_prompts_were_computed() -> None:
     """Neither at the start nor after decodes alone: unknown is not nought."""
     meter = PaceMeter()
-    assert meter.pace() is None
+    assert meter.pace(0.0) is None
     for _ in range(1000):
         meter.note_step(3, 0, 0.006)
-    assert meter.pace() is None
+    assert meter.pace(0.0) is None
     _watch(meter, 40)
-    assert meter.pace() is not None
+    assert meter.pace(0.0) is not None
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
@@ -91,12 +91,12 @@ def test_a_turn_is_the_time_between_newcomers_while_there_is_no_room() -> None:
     _watch(meter, 40)
     for second in range(20):
         meter.note_turns([_newcomer()], is_blocked=False, now_s=float(second))
-    assert _known(meter).turn_s == 0.0
+    assert _known(meter, 19.0).turn_s == 0.0
     meter.note_turns([], is_blocked=True, now_s=20.0)
     for turn in range(1, 40):
         meter.note_turns([_newcomer()], is_blocked=True, now_s=20.0 + 0.5 * turn)
     assert meter.is_blocked
-    assert _known(meter).turn_s == pytest.approx(0.5, rel=0.1)
+    assert _known(meter, 39.5).turn_s == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_turn_that_does_not_come_becomes_longer() -> None:
@@ -105,7 +105,7 @@ def test_a_turn_that_does_not_come_becomes_longer() -> None:
     _watch(meter, 40)
     for second in range(10):
         meter.note_turns([], is_blocked=True, now_s=float(second))
-    assert _known(meter).turn_s == 9.0
+    assert _known(meter, 9.0).turn_s == 9.0
 
 
 def test_what_comes_in_is_counted_by_class_and_without_what_is_cached() -> None:
@@ -114,7 +114,7 @@ def test_what_comes_in_is_counted_by_class_and_without_what_is_cached() -> None:
     _watch(meter, 40)
     for step in range(600):
         meter.note_turns([_newcomer(100, 60)] if step % 10 == 0 else [], is_blocked=False, now_s=step * 0.1)
-    realtime, standard, batch = _known(meter).tokens_per_s
+    realtime, standard, batch = _known(meter, 60.0).tokens_per_s
     assert (realtime, batch) == (0.0, 0.0)
     assert standard == pytest.approx(40.0, rel=0.1)
     assert meter.cached_share == pytest.approx(0.6)

@@ -183,3 +183,39 @@ def test_an_engine_is_stuck_when_nobody_comes_in_though_every_block_is_free(
     for _ in range(3):
         bench.engine.step()
         assert not bench.engine.stats().is_stuck
+
+
+def test_where_nobody_is_left_nobody_is_blocked() -> None:
+    """Those that had no seat are cancelled, and all others with them: no step says so, and the idle hour is no wait for a turn."""
+    bench = make_bench(max_num_seqs=1)
+    for number, name in enumerate(("first", "running", "waiting")):
+        bench.add(make_spec(name, (number,) * 40))
+    for _ in range(5 + 7 + 5 + 2):
+        bench.engine.step()
+    assert bench.engine.stats().is_blocked
+    for name in ("running", "waiting"):
+        bench.engine.release(make_id(name), 0)
+    assert not bench.engine.has_work()
+    assert not bench.engine.stats().is_blocked
+    bench.clock.advance(3600.0)
+    bench.add(make_spec("later", (3,) * 40))
+    bench.engine.step()
+    pace = bench.engine.stats().pace
+    assert pace is not None
+    assert 0 < pace.turn_s < 100
+
+
+def test_what_came_in_is_forgotten_while_nothing_is_computed() -> None:
+    """After an idle hour no token of an urgent class has come in of late, though no step has been taken since."""
+    bench = make_bench()
+    for number in range(2):
+        bench.add(make_spec(f"{number}", (number,) * 40, priority=Priority.REALTIME))
+    while bench.engine.has_work():
+        bench.engine.step()
+    then = bench.engine.stats().pace
+    bench.clock.advance(3600.0)
+    now = bench.engine.stats().pace
+    assert then is not None
+    assert now is not None
+    assert then.tokens_per_s[0] > 0.1
+    assert now.tokens_per_s[0] == pytest.approx(0.0, abs=1e-6)
