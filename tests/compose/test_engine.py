@@ -28,6 +28,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 START_S = 600.0
+# Fails until the worker's prefix table takes what it publishes.
+REACHES_REDIS = (
+    "import urllib.request; page = urllib.request.urlopen('http://localhost:9100/metrics').read(); "
+    "assert b'\\npaceline_index_reached 1.0' in page"
+)
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -137,6 +142,8 @@ async def test_the_cluster_comes_up_and_answers(project: Project) -> None:
         with pytest.raises(PacelineRpcError) as caught:
             await stranger.generate_text("Hello", max_tokens=1)
         assert caught.value.reason == "TENANT_UNKNOWN"
+        for name in ("prefill-0", "decode-0"):
+            await project.until(name, ["python", "-c", REACHES_REDIS])
         for name in ("router-0", "prefill-0", "decode-0"):
             assert project.inside(name, "sh", "-c", 'test "$(id -u)" = 10001') == 0
             assert project.inside(name, "touch", "/var/cache/paceline/x") != 0

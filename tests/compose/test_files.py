@@ -162,6 +162,23 @@ def test_every_choice_is_in_the_example() -> None:
     assert dict(line.split("=", 1) for line in lines) == used
 
 
+def test_redis_is_a_cache_for_other_containers() -> None:
+    """It takes calls that come from elsewhere, forgets the least used when it is full, and writes nothing to disk."""
+    command = services(read_stack((BASE,)))["redis"]["command"]
+    given = dict(zip(command[1::2], command[2::2], strict=True))
+    assert (
+        given.items()
+        >= {
+            "--protected-mode": "no",
+            "--maxmemory-policy": "volatile-lru",
+            "--save": "",
+            "--appendonly": "no",
+        }.items()
+    )
+    limit = int(services(read_stack((BASE,)))["redis"]["deploy"]["resources"]["limits"]["memory"])
+    assert limit >= (int(given["--maxmemory"].removesuffix("mb")) << 20) * 5 // 4
+
+
 def test_workers_have_a_limit_above_their_kv_cache() -> None:
     """The container's memory holds the pool, and a gigabyte for weights and process."""
     config = read_stack((BASE,))
