@@ -1,10 +1,16 @@
-"""`python -m paceline.launcher up [OPTIONS]`."""
+"""`python -m paceline.launcher up [OPTIONS]`, or `fetch MODEL`."""
 
 import sys
 
+from paceline.launcher.fetch import fetch
 from paceline.launcher.up import up
 
+_COMMANDS = {"up": up, "fetch": fetch}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["up"]:
-        sys.exit("usage: python -m paceline.launcher up [OPTIONS]; `up --help` explains them")
-    sys.exit(up(sys.argv[2:]))
+    command = _COMMANDS.get("".join(sys.argv[1:2]))
+    if command is None:
+        sys.exit(
+            "usage: python -m paceline.launcher up [OPTIONS] | fetch MODEL; --help after either explains"
+        )
+    sys.exit(command(sys.argv[2:]))

@@ -25,7 +25,18 @@ FOREIGN = frozenset(
         "GRPC_TRACE",
     }
 )
-FOREIGN_FLAGS = frozenset({"--help", "--index-url"})
+FOREIGN_FLAGS = frozenset(
+    {
+        "--help",
+        "--index-url",
+        # docker compose
+        "--detach",
+        "--force-recreate",
+        "--no-deps",
+        "--profile",
+        "--wait",
+    }
+)
 
 _PATH = re.compile(r"[\w.][\w.-]*(/[\w.-]+)*/?")
 _FILE_ENDINGS = (".py", ".md", ".toml", ".txt", ".proto", ".sh", ".mjs", ".json")

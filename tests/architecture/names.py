@@ -1,6 +1,7 @@
 """The names that the code has: those of its Python files, read without importing them, and those of its protos."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -60,7 +61,7 @@ def vocabulary() -> frozenset[str]:
         for path in package_files()
     }
     last_parts = {name.rpartition(".")[2] for name in names}
-    others = log_events() | _reasons() | {metric.name for metric in all_metrics()}
+    others = log_events() | _reasons() | {metric.name for metric in all_metrics()} | _compose_variables()
     return frozenset(names | last_parts | parameters | modules | others)
 
 
@@ -86,6 +87,12 @@ def _reasons() -> frozenset[str]:
         for error in vars(errors).values()
         if isinstance(error, type) and issubclass(error, errors.PacelineError)
     )
+
+
+def _compose_variables() -> frozenset[str]:
+    """What a user of compose/ can choose."""
+    example = (ROOT / "compose" / ".env.example").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^(\w+)=", example, re.MULTILINE))
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:

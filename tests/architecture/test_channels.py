@@ -5,10 +5,11 @@ import ast
 from tests.architecture.documents import ROOT
 from tests.architecture.names import package_files, tree_of
 
-# Calls between our processes, a user's client, and the launcher's question about health, which is open to all.
+# Calls between our processes, a user's client, and questions about health, which are open to all.
 OPENERS = {
     "paceline/runtime/membership.py",
     "paceline/client_channel.py",
+    "paceline/health.py",
     "paceline/launcher/probes.py",
 }
 

@@ -10,8 +10,9 @@ from benchmarks import tune
 from benchmarks.serve import command as serve_command
 from benchmarks.simulator import cli as simulator_cli
 from decode_service.config import DecodeConfig
-from paceline import cli
+from paceline import cli, health
 from paceline.launcher.config import UpConfig
+from paceline.launcher.fetch import make_parser as make_fetch_parser
 from paceline.runtime.config import read_section
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
@@ -46,10 +47,14 @@ def flags(capsys: pytest.CaptureFixture[str]) -> frozenset[str]:
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         texts.append(capsys.readouterr().out)
-    texts += [
-        parser.format_help()
-        for parser in (simulator_cli.make_parser(), tune.make_parser(), serve_command.make_parser())
-    ]
+    parsers = (
+        simulator_cli.make_parser(),
+        tune.make_parser(),
+        serve_command.make_parser(),
+        health.make_parser(),
+        make_fetch_parser(),
+    )
+    texts += [parser.format_help() for parser in parsers]
     found = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*", text)}
     return frozenset(found.union(*(flags_of(config) for config in SECTIONS.values()), ["--config"]))
 

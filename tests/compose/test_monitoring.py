@@ -1,0 +1,139 @@
+"""Rules and dashboard ask for what the processes export: metrics, labels and reasons that exist."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.core import errors
+from paceline.core.request import FinishReason
+from tests.architecture.names import all_metrics, log_events
+from tests.compose.files import COMPOSE
+
+# Prometheus adds these to what it reads.
+ADDED_LABELS = {"instance", "job"}
+_METRIC = re.compile(r"paceline_\w+")
+_SELECTOR = re.compile(r"(paceline_\w+|up)\{([^}]*)\}")
+_GROUPED = re.compile(r"\bby \(([^)]*)\)")
+_MATCHER = re.compile(r"""(\w+)(=~|!~|!=|=)"([^"]*)\"""")
+
+
+def series() -> dict[str, set[str]]:
+    """Every series that our processes export, with its labels."""
+    found: dict[str, set[str]] = {}
+    for metric in all_metrics():
+        labels = {*metric.labels, *ADDED_LABELS}
+        if metric.kind == "histogram":
+            found |= {f"{metric.name}_{part}": labels for part in ("sum", "count")}
+            found[f"{metric.name}_bucket"] = {*labels, "le"}
+        else:
+            found[metric.name] = labels
+    return found
+
+
+def complaints(expression: str) -> list[str]:
+    """What an expression asks for that nobody exports; empty for a good one."""
+    known = series()
+    named = _METRIC.findall(re.sub(r'"[^"]*"', '""', expression))
+    found = [f"{name}: no such series" for name in named if name not in known]
+    shared = set.union(ADDED_LABELS, *(known.get(name, set()) for name in named))
+    found += [f"{name}: no series has it" for name in _grouping(expression) if name not in shared]
+    for name, selector in _SELECTOR.findall(expression):
+        labels = {label for label, _, _ in _MATCHER.findall(selector)}
+        found += [f"{name} has no {label}" for label in labels - known.get(name, ADDED_LABELS)]
+    return found
+
+
+def _grouping(expression: str) -> Iterator[str]:
+    for group in _GROUPED.findall(expression):
+        yield from (label.strip() for label in group.split(","))
+
+
+def rules() -> list[dict[str, Any]]:
+    """The alerts."""
+    groups = yaml.safe_load((COMPOSE / "prometheus" / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    """The dashboard's, rows left out."""
+    dashboard = json.loads((COMPOSE / "grafana" / "paceline.json").read_text())
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    """All of both."""
+    return [rule["expr"] for rule in rules()] + [
+        each["expr"] for panel in panels() for each in panel["targets"]
+    ]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_what_is_asked_for_is_exported(expression: str) -> None:
+    """Each series exists, and so does each label that it is chosen or grouped by."""
+    assert complaints(expression) == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "complaint"),
+    [
+        ("rate(paceline_breakaways_total[5m])", "paceline_breakaways_total: no such series"),
+        ("paceline_ttft_seconds", "paceline_ttft_seconds: no such series"),
+        ("sum by (rider) (paceline_workers)", "rider: no series has it"),
+        ('paceline_workers{priority="standard"}', "paceline_workers has no priority"),
+    ],
+)
+def test_what_is_not_exported_is_noticed(expression: str, complaint: str) -> None:
+    """The check above can fail, for a name, a histogram without its part, and a label."""
+    assert complaints(expression) == [complaint]
+
+
+def test_alerts_name_ends_that_requests_can_have() -> None:
+    """Each value of `end` is a reason of an error, or a way to finish."""
+    reasons = {error.reason for error in vars(errors).values() if hasattr(error, "reason")}
+    finishes = {reason.name.lower() for reason in FinishReason}
+    ends = {
+        end
+        for expression in expressions()
+        for _, selector in _SELECTOR.findall(expression)
+        for label, _, values in _MATCHER.findall(selector)
+        if label == "end"
+        for end in values.split("|")
+    }
+    assert ends
+    assert ends <= reasons | finishes
+
+
+def test_alerts_say_what_to_do() -> None:
+    """Each has a name of its own, what is the matter, and what to do; the log events that it names exist."""
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    for rule in rules():
+        assert rule["annotations"].keys() == {"summary", "action"}
+        events = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", rule["annotations"]["action"])
+        assert set(events) <= log_events() | {"max_num_seqs"}, rule["alert"]
+
+
+def test_panels_do_not_lie_on_each_other() -> None:
+    """Each has a number and a place of its own, and asks the source that is provisioned."""
+    (source,) = yaml.safe_load((COMPOSE / "grafana" / "source.yaml").read_text())["datasources"]
+    places = [tuple(panel["gridPos"].values()) for panel in panels()]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in panels()})
+    assert {panel["datasource"]["uid"] for panel in panels()} == {source["uid"]}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_rules() -> None:
+    """Where promtool is, it says so."""
+    done = subprocess.run(
+        ["promtool", "check", "rules", COMPOSE / "prometheus" / "rules.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
