@@ -23,6 +23,7 @@ from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
 from paceline.runtime.channels import Channels
 from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.processor import resolve_dtype
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
@@ -107,7 +108,8 @@ class LocalCluster:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
-            kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), _weights_bytes(self._model))
+            weights_bytes = _weights_bytes(self._model, resolve_dtype(config.dtype))
+            kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), weights_bytes)
             self._layout = Layout(
                 config, self._model, run_dir, ports, kv_bytes, metrics_ports(config), self._relay_dir
             )
@@ -202,9 +204,10 @@ class LocalCluster:
         return self._supervisor
 
 
-def _weights_bytes(model: Path) -> int:
-    """What a worker's copy of the weights takes, more or less."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+def _weights_bytes(model: Path, dtype: str) -> int:
+    """What a worker's copy of the weights takes, more or less: files nearly always hold 16 bits a weight."""
+    num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return 2 * num_bytes if dtype == "float32" else num_bytes
 
 
 def _write_secret(file: Path, secret: str) -> None:

@@ -132,7 +132,11 @@ class UpConfig:
     model: str = option(
         DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
     )
-    dtype: str = option("bfloat16", "what the workers compute in", choices=("float32", "bfloat16"))
+    dtype: str = option(
+        "auto",
+        "what the workers compute in; auto: bfloat16 where the processor multiplies it fast, else float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
     kv_dtype: str = option(
         "auto", "what the KV cache keeps; auto: as the workers compute", choices=("auto", *KV_TYPES)
     )

@@ -23,7 +23,11 @@ class WorkerConfig(ClusterSettings):
         "", "name of this worker, unique in the cluster; empty: made from the names of host and process"
     )
     model: str = option("", "directory of the model, in Hugging Face form")
-    dtype: str = option("bfloat16", "type of the weights", choices=("float32", "bfloat16"))
+    dtype: str = option(
+        "auto",
+        "type of the weights; auto: bfloat16 where the processor multiplies it fast, else float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
     kv_dtype: str = option(
         "auto", "type of the KV cache; auto: that of the weights", choices=("auto", *KV_TYPES)
     )

@@ -13,6 +13,7 @@ from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.log import get_logger
 from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
 
@@ -63,9 +64,10 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
+    dtype = resolve_dtype(config.dtype)
     loaded = load_model(
         Path(config.model),
-        config.dtype,
+        dtype,
         config.block_size,
         config.exactness,
         config.kv_dtype,
@@ -73,7 +75,7 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
         config.attention,
     )
     # With a cache that rounds nothing: it is the model that is checked.
-    plain = replace(loaded.layout, dtype=config.dtype)
+    plain = replace(loaded.layout, dtype=dtype)
     require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
     runner = ModelRunner(
@@ -84,7 +86,7 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
-    log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count())
+    log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count(), dtype=dtype)
     return LoadedRunner(
         runner=runner,
         fingerprint=fingerprint,
