@@ -8,6 +8,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from paceline.core.errors import ConfigError
 from paceline.engine.attention import (
+    ATTENTION_NAME,
     AttentionContext,
     AttentionRules,
     attend,
@@ -24,17 +25,22 @@ log = get_logger()
 
 
 def choose_attention(model: PreTrainedModel, wanted: str) -> None:
-    """Makes a model that runs our attention run the compiled one: `auto`, if it can be had; `native`, or ConfigError; `torch`, not."""
+    """Makes a model that runs our attention run the wanted one; see `attention_name`."""
+    model.set_attn_implementation(attention_name(wanted))
+
+
+def attention_name(wanted: str) -> str:
+    """Under which name `wanted` is registered: `torch`; `native`, or ConfigError; `auto`: native if it can be had, and a warning if not."""
     if wanted == "torch":
-        return
+        return ATTENTION_NAME
     try:
         register()
     except NoKernelError as error:
         if wanted == "native":
             raise ConfigError(f"--attention native: {error}") from error
         log.warning("no_native_attention", reason=str(error))
-        return
-    model.set_attn_implementation(NATIVE_NAME)
+        return ATTENTION_NAME
+    return NATIVE_NAME
 
 
 def native_attention(

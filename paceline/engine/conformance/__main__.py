@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine.conformance.matrix import Row, model_row, tiny_names, tiny_rows
 from paceline.engine.conformance.paths import TOLERANCE
 from paceline.engine.conformance.report import as_json, summary, table_head, table_line
+from paceline.engine.native_attention import attention_name
 
 _DESCRIPTION = """\
 Compares every path through the engine (whole prompts, chunks, mixed batches, prefix hits, preemption, hand-over) with
@@ -44,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rows(args: argparse.Namespace) -> Iterable[Row]:
+    attention = attention_name(args.attention)
     if args.model:
-        return [model_row(args.model, args.prompt_tokens, _say, tolerance=args.tolerance or TOLERANCE)]
-    return tiny_rows(args.architectures or tiny_names(), _say)
+        tolerance = args.tolerance or TOLERANCE
+        return [model_row(args.model, args.prompt_tokens, _say, tolerance=tolerance, attention=attention)]
+    return tiny_rows(args.architectures or tiny_names(), _say, attention)
 
 
 def _print_rows(rows: Iterable[Row]) -> list[Row]:
@@ -98,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="X",
         help=f"with --model: largest difference of a logit that passes (default: {TOLERANCE:g})",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("auto", "native", "torch"),
+        default="auto",
+        help="as of a worker: the kernel that this machine compiles, or torch's functions (default: auto)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to a file")
     return parser

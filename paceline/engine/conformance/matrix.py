@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import KVLayout, min_blocks
+from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.conformance.architectures import REFUSED, SERVED, WITH_LATENTS, build_tiny
 from paceline.engine.conformance.paths import (
     MIN_PROMPT_TOKENS,
@@ -59,25 +60,32 @@ def tiny_names() -> tuple[str, ...]:
     return (*SERVED, *(name + _LATENT for name in WITH_LATENTS), *REFUSED)
 
 
-def tiny_rows(names: Iterable[str], say: Say) -> Iterator[Row]:
-    """A row for each of the tiny models; `say` hears what is under way."""
+def tiny_rows(names: Iterable[str], say: Say, attention: str = ATTENTION_NAME) -> Iterator[Row]:
+    """A row for each of the tiny models, with the attention of this name; `say` hears what is under way."""
     for name in names:
-        yield _row(name, partial(tiny_subject, name), say, is_to_be_served=name not in REFUSED)
+        yield _row(name, partial(tiny_subject, name, attention), say, is_to_be_served=name not in REFUSED)
 
 
 def model_row(
-    directory: Path, num_prompt_tokens: int | None, say: Say, *, tolerance: float = TOLERANCE
+    directory: Path,
+    num_prompt_tokens: int | None,
+    say: Say,
+    *,
+    tolerance: float = TOLERANCE,
+    attention: str = ATTENTION_NAME,
 ) -> Row:
     """The row of the model in `directory`, in fp32; raises ConfigError when there is none."""
-    return _row(directory.name, partial(_model_subject, directory, num_prompt_tokens, tolerance), say)
+    return _row(
+        directory.name, partial(_model_subject, directory, num_prompt_tokens, tolerance, attention), say
+    )
 
 
-def tiny_subject(name: str) -> Subject:
+def tiny_subject(name: str, attention: str = ATTENTION_NAME) -> Subject:
     """A tiny model, ready for its paths; raises UnsupportedModelError for one that a worker refuses."""
     model = build_tiny(name.removesuffix(_LATENT))
     mla = "latent" if name.endswith(_LATENT) else "expanded"
     layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE, mla)
-    return _checked_subject(model, layout, MIN_PROMPT_TOKENS)
+    return _checked_subject(model, layout, MIN_PROMPT_TOKENS, attention)
 
 
 def _row(name: str, subject_of: Callable[[], Subject], say: Say, *, is_to_be_served: bool = True) -> Row:
@@ -99,18 +107,23 @@ def _row(name: str, subject_of: Callable[[], Subject], say: Say, *, is_to_be_ser
     )
 
 
-def _model_subject(directory: Path, num_prompt_tokens: int | None, tolerance: float) -> Subject:
-    loaded = load_model(directory, "float32", _MODEL_BLOCK_SIZE)
+def _model_subject(
+    directory: Path, num_prompt_tokens: int | None, tolerance: float, attention: str
+) -> Subject:
+    loaded = load_model(directory, "float32", _MODEL_BLOCK_SIZE, attention="torch")
     wanted = num_prompt_tokens or _telling_length(loaded.layout)
     longest = loaded.max_model_tokens - NUM_OUTPUT_TOKENS
-    subject = _checked_subject(loaded.model, loaded.layout, min(wanted, longest))
+    subject = _checked_subject(loaded.model, loaded.layout, min(wanted, longest), attention)
     return replace(subject, tolerance=tolerance)
 
 
-def _checked_subject(model: PreTrainedModel, layout: KVLayout, num_prompt_tokens: int) -> Subject:
+def _checked_subject(
+    model: PreTrainedModel, layout: KVLayout, num_prompt_tokens: int, attention: str
+) -> Subject:
     """Refuses what a worker refuses at start."""
+    model.set_attn_implementation(attention)
     require_same_as_transformers(ModelRunner(model, layout, min_blocks(layout)), model, layout)
-    return make_subject(model, layout, num_prompt_tokens=num_prompt_tokens)
+    return make_subject(model, layout, num_prompt_tokens=num_prompt_tokens, attention=attention)
 
 
 def _telling_length(layout: KVLayout) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.engine.attention import ATTENTION_NAME, AttentionRules, attend, gather_by_head
 from paceline.engine.conformance.architectures import SERVED, build_tiny
-from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE
-from paceline.engine.conformance.paths import PATHS, make_subject, run_path
+from paceline.engine.conformance.matrix import tiny_subject
+from paceline.engine.conformance.paths import PATHS, Subject, run_path
 from paceline.engine.forward_batch import QueryRange
 from paceline.engine.kernels.cpu import build, paged_attention
 from paceline.engine.kernels.cpu.build import NoKernelError
@@ -225,10 +226,13 @@ def test_every_architecture_with_it_is_plain_transformers(name: str) -> None:
 
 
 def _require_passed(name: str, path: str) -> None:
-    model = build_tiny(name)
-    layout = use_paged_attention(model, "float32", TINY_BLOCK_SIZE)
-    result = run_path(make_subject(model, layout, attention=NATIVE_NAME), path)
+    result = run_path(_subject(name), path)
     assert result.passed, result
+
+
+@cache
+def _subject(name: str) -> Subject:
+    return tiny_subject(name, NATIVE_NAME)
 
 
 # -- whether it is there
