@@ -39,13 +39,38 @@ inline Vec load(const float* from) { return *reinterpret_cast<const Vec*>(from);
 inline void store(float* to, Vec value) { *reinterpret_cast<Vec*>(to) = value; }
 inline Vec broadcast(float value) { return value - Vec{}; }
 
-inline float sum(Vec value) {
+// The sums of one vector's lanes, or of four vectors' at once: each lane is added in the same order by both.
+#if LANES >= 8
+typedef float Eight __attribute__((vector_size(32)));
+
+inline Eight fold(Vec value) {
     float parts[LANES];
     std::memcpy(parts, &value, sizeof parts);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
-    return parts[0];
+    Eight low, high = {};
+    std::memcpy(&low, parts, sizeof low);
+    if (LANES > 8) std::memcpy(&high, parts + LANES - 8, sizeof high);
+    return LANES > 8 ? low + high : low;
 }
+
+inline float sum(Vec value) {
+    const Eight v = fold(value);
+    return ((v[0] + v[2]) + (v[1] + v[3])) + ((v[4] + v[6]) + (v[5] + v[7]));
+}
+
+inline void sum4(Vec first, Vec second, Vec third, Vec fourth, float* to) {
+    const Eight a = fold(first), b = fold(second), c = fold(third), d = fold(fourth);
+    const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight all = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    for (int i = 0; i < 4; ++i) to[i] = all[i] + all[i + 4];
+}
+#else
+inline float sum(Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+inline void sum4(Vec first, Vec second, Vec third, Vec fourth, float* to) {
+    to[0] = sum(first), to[1] = sum(second), to[2] = sum(third), to[3] = sum(fourth);
+}
+#endif
 
 inline float from_bf16(uint16_t bits) {
     const uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -73,23 +98,28 @@ void widen(const uint16_t* from, float* to, int count) {
     for (; i < count; ++i) to[i] = from_bf16(from[i]);
 }
 
-// e to the power of x, for x <= 0, within 2 units in the last place; 0 far below.
-inline float exp_of(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    const float n = std::nearbyint(x * 1.44269504f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
+// e to the power of x, for x <= 0, within 2 units in the last place; 0 far below. (Cephes' expf, S. Moshier.)
+inline Vec exp_of(Vec x) {
+    const Vec least = broadcast(-87.0f);
+    const Ints is_nothing = x < least;
+    x = is_nothing ? least : x;
+    // To the nearest whole number: adding this leaves no bits for a fraction.
+    const Vec round = broadcast(12582912.0f);
+    const Vec n = (x * 1.44269504f + round) - round;
+    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    Vec p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
+    const Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
+    const Vec power = p * reinterpret_cast<const Vec&>(bits);
+    return is_nothing ? Vec{} : power;
 }
+
+inline float exp_of(float x) { return exp_of(broadcast(x))[0]; }
 
 }  // namespace
 
@@ -147,8 +177,10 @@ inline void dot(const float* const* rows, const float* const* tokens, int dim, f
             for (int r = 0; r < R; ++r) sums[r][t] += row[r] * token;
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int t = 0; t < T; ++t) scores[r * kSplit + t] = sum(sums[r][t]);
+    for (int r = 0; r < R; ++r) {
+        if (T == 4) sum4(sums[r][0], sums[r][1 % T], sums[r][2 % T], sums[r][3 % T], scores + r * kSplit);
+        for (int t = 0; T != 4 && t < T; ++t) scores[r * kSplit + t] = sum(sums[r][t]);
+    }
 }
 
 template <int R>
@@ -189,6 +221,7 @@ class Tile {
         key_dim_ = whole_vectors(shape.key_dim), value_dim_ = whole_vectors(shape.value_dim);
         queries_.resize(size_t(most_) * group_ * key_dim_);
         scores_.resize(size_t(most_) * group_ * kSplit);
+        nothing_.resize(std::max(key_dim_, value_dim_));
         // Zeros behind a head that does not fill its last vector.
         if (shape.is_bf16 || shape.key_dim < key_dim_) keys_.resize(size_t(kSplit) * key_dim_);
         if (shape.is_bf16 || shape.value_dim < value_dim_) values_.resize(size_t(kSplit) * value_dim_);
@@ -237,19 +270,24 @@ class Tile {
         return !shape_.window || token > position - shape_.window || token < shape_.num_sink_tokens;
     }
 
-    // Where the keys and values are that any row sees, as floats; gives how many.
+    // Where the keys and values of a split are that any row sees, as floats; gives how many places there are, holes included. Places are
+    // counted from the split's beginning, in whole vectors, so that a token is in the same lane whatever else the tile sees.
     int gather(int64_t begin, int64_t end) {
-        const int64_t last = position_ + num_queries_ - 1;
+        const int64_t stop = std::min(end, position_ + num_queries_);
         const int64_t first = shape_.window ? std::max<int64_t>(0, position_ - shape_.window + 1) : 0;
+        const int64_t skipped = begin < shape_.num_sink_tokens ? 0 : std::max<int64_t>(0, first - begin) / LANES * LANES;
+        base_ = begin + skipped, has_holes_ = false;
         int count = 0;
-        for (int64_t token = begin; token < std::min(end, last + 1); ++token) {
-            if (token < first && token >= shape_.num_sink_tokens) continue;
+        for (int64_t token = base_; token < stop; ++token, ++count) {
+            if (token < first && token >= shape_.num_sink_tokens) {
+                key_of_[count] = value_of_[count] = nothing_.data(), has_holes_ = true;
+                continue;
+            }
             const int64_t block = table_[token / shape_.block_size], slot = token % shape_.block_size;
             const int64_t key = block * shape_.key_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.key_dim;
             const int64_t value = block * shape_.value_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.value_dim;
             key_of_[count] = point(batch_.keys, key, keys_, count, int(shape_.key_dim), key_dim_);
             value_of_[count] = point(batch_.values, value, values_, count, int(shape_.value_dim), value_dim_);
-            token_of_[count++] = token;
         }
         return count;
     }
@@ -282,31 +320,46 @@ class Tile {
         const int64_t position = position_ + row / group_;
         if (shape_.softcap > 0)
             for (int t = 0; t < num_tokens; ++t) scores[t] = shape_.softcap * std::tanh(scores[t] / shape_.softcap);
-        // A tile sees a token if one of its rows does: only a single row sees them all.
-        if (num_queries_ > 1)
-            for (int t = 0; t < num_tokens; ++t) scores[t] = is_seen(position, token_of_[t]) ? scores[t] : kNone;
-        float largest = kNone;
-        for (int t = 0; t < num_tokens; ++t) largest = scores[t] > largest || std::isnan(scores[t]) ? scores[t] : largest;
-        out.largest[row] = largest;
-        if (largest == kNone) {
-            std::fill(scores, scores + num_tokens, 0.0f);
-            out.total[row] = 0.0f;
-            return;
+        // A tile has what one of its rows sees; a single row sees it all, but for holes.
+        if (num_queries_ > 1 || has_holes_)
+            for (int t = 0; t < num_tokens; ++t) scores[t] = is_seen(position, base_ + t) ? scores[t] : kNone;
+        const int whole = whole_vectors(num_tokens);
+        std::fill(scores + num_tokens, scores + whole, kNone);
+        const float largest = out.largest[row] = largest_of(scores, whole);
+        Vec total = {};
+        for (int t = 0; t < whole; t += LANES) {
+            const Vec weight = largest == kNone ? Vec{} : exp_of(load(scores + t) - largest);
+            store(scores + t, weight);
+            total += weight;
         }
-        for (int t = 0; t < num_tokens; ++t) scores[t] = scores[t] == kNone ? 0.0f : exp_of(scores[t] - largest);
-        float total = 0.0f;
-        for (int t = 0; t < num_tokens; ++t) total += scores[t];
-        out.total[row] = total;
+        out.total[row] = sum(total);
+    }
+
+    // Of whole vectors; what is no number stays one.
+    static float largest_of(const float* scores, int count) {
+        Vec most = broadcast(kNone);
+        Ints is_no_number = {};
+        for (int t = 0; t < count; t += LANES) {
+            const Vec score = load(scores + t);
+            most = score > most ? score : most;
+            is_no_number |= score != score;
+        }
+        float largest = kNone;
+        for (int lane = 0; lane < LANES; ++lane) {
+            if (is_no_number[lane]) return std::numeric_limits<float>::quiet_NaN();
+            largest = std::max(largest, most[lane]);
+        }
+        return largest;
     }
 
     const Shape& shape_;
     const Batch& batch_;
     int group_, most_, key_dim_, value_dim_, num_queries_ = 0;
-    int64_t kv_head_ = 0, position_ = 0;
+    int64_t kv_head_ = 0, position_ = 0, base_ = 0;
+    bool has_holes_ = false;
     const int64_t* table_ = nullptr;
-    std::vector<float> queries_, scores_, keys_, values_;
+    std::vector<float> queries_, scores_, keys_, values_, nothing_;
     const float *key_of_[kSplit], *value_of_[kSplit];
-    int64_t token_of_[kSplit];
 };
 
 // A tile of query tokens of one sequence, and the splits of its context [begin, end) that one thread looks at.
