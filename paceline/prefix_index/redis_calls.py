@@ -47,7 +47,7 @@ class RedisCalls:
         self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
         self._slots = asyncio.Semaphore(_MAX_CALLS)
         self._num_answers = 0
-        # Some have been given up. They end within the limit, and so their connections can be used again.
+        # Some have been given up. They end within the limit, and so their places can be used again.
         self.under_way: set[asyncio.Task[object]] = set()
         # Those among them that have missed their budget.
         self._overdue: set[asyncio.Task[object]] = set()
@@ -67,7 +67,7 @@ class RedisCalls:
     ) -> object | NoAnswer:
         """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long.
 
-        The budget is the server's: in a burst of calls it begins when one of the connections is free. Of a caller that is cancelled
+        The budget is the server's: in a burst of calls it begins when one of the places is free. Of a caller that is cancelled
         after Redis was asked, `on_abandoned` hears the answer.
         """
         if self._is_closed or not self._breaker.allows_call():
@@ -104,7 +104,7 @@ class RedisCalls:
         self, script: str, keys: Sequence[str | bytes], arguments: Sequence[str | int | bytes]
     ) -> object:
         """One atomic step; for `answer`."""
-        return await self.client.commands.execute_command("EVAL", script, len(keys), *keys, *arguments)
+        return await self.client.run_script(script, keys, arguments)
 
     async def aclose(self) -> None:
         """Gives up what is under way, and closes the connections; later calls, and those that wait, are not made."""
@@ -122,7 +122,7 @@ class RedisCalls:
         return CallStats(self._num_failures, self._num_late, self._num_skipped)
 
     async def _take_slot(self, budget_s: float) -> bool:
-        """Waits for its turn for as long as others are answered meanwhile and most connections work, and at most `limit_s`."""
+        """Waits for its turn for as long as others are answered meanwhile and most of these are, and at most `limit_s`."""
         if not self._slots.locked():
             await self._slots.acquire()
             return True
@@ -155,7 +155,7 @@ class RedisCalls:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether half of the connections or more are held by calls that the server does not answer in time."""
+        """Whether half of the places or more are held by calls that the server does not answer in time."""
         return 2 * len(self._overdue) >= _MAX_CALLS
 
     def _give_up(self, taking: "asyncio.Task[Literal[True]]") -> None:
