@@ -1,6 +1,6 @@
 """A client of the Redis that an address names, whichever form it has, that never tries again and never reads without end."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,10 +57,8 @@ class BoundedParser(_AsyncRESP2Parser):
 class ScriptRunner(Protocol):
     """Runs scripts, each an atomic step."""
 
-    def __call__(
-        self, script: str, keys: Sequence[Word], arguments: Sequence[Word]
-    ) -> Coroutine[Any, Any, object]:
-        """A script's answer; raises RedisError."""
+    def __call__(self, script: str, keys: Sequence[Word], arguments: Sequence[Word]) -> Awaitable[object]:
+        """A script's answer, or RedisError."""
         ...
 
 

@@ -28,18 +28,15 @@ class ScriptLine:
         # The present life's and those that are still ending.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, script: str, keys: Sequence[Word], arguments: Sequence[Word]) -> object:
-        """The script's answer. Raises RedisError.
+    def run(self, script: str, keys: Sequence[Word], arguments: Sequence[Word]) -> "asyncio.Future[object]":
+        """The script's answer, or RedisError.
 
-        Whoever is cancelled gives up all of the line: what does not come in time holds up what is behind it.
+        Whoever cancels it gives up all of the line: what does not come in time holds up what is behind it.
         """
         life = self._living()
         answer = life.ask(("EVAL", script, len(keys), *keys, *arguments))
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            life.give_up()
-            raise
+        answer.add_done_callback(life.note_end)
+        return answer
 
     def _living(self) -> "_Life":
         if self._life is None or self._life.has_ended:
@@ -76,10 +73,11 @@ class _Life:
         self._has_more.set()
         return answer
 
-    def give_up(self) -> None:
-        """Nobody asks any more, and those who wait are told that it has broken."""
-        self.has_ended = True
-        self.task.cancel()
+    def note_end(self, answer: "asyncio.Future[object]") -> None:
+        """Once one is cancelled nobody asks any more, and those who wait are told that the connection has broken."""
+        if answer.cancelled():
+            self.has_ended = True
+            self.task.cancel()
 
     async def _run(self, pool: ConnectionPool) -> None:
         try:

@@ -60,7 +60,7 @@ async def test_all_who_wait_hear_that_the_server_is_lost_and_the_next_finds_a_ne
     async with client_of(embedded_redis.url) as client:
         assert await client.run_script(ECHO, [], ["before"]) == b"before"
         embedded_redis.pause()
-        waiting = [asyncio.create_task(client.run_script(ECHO, [], ["lost"])) for _ in range(3)]
+        waiting = [asyncio.ensure_future(client.run_script(ECHO, [], ["lost"])) for _ in range(3)]
         await asyncio.sleep(0)
         embedded_redis.kill()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
@@ -78,13 +78,13 @@ async def test_a_caller_who_gives_up_ends_the_line_and_no_answer_goes_to_another
     async with client_of(embedded_redis.url) as client:
         assert await client.run_script(ECHO, [], ["before"]) == b"before"
         embedded_redis.pause()
-        late, behind = (asyncio.create_task(client.run_script(ECHO, [], [word])) for word in ("1", "2"))
+        late, behind = (asyncio.ensure_future(client.run_script(ECHO, [], [word])) for word in ("1", "2"))
         await asyncio.sleep(0)
         late.cancel()
         with pytest.raises(RedisError):
             await behind
         assert late.cancelled()
-        following = asyncio.create_task(client.run_script(ECHO, [], ["3"]))
+        following = asyncio.ensure_future(client.run_script(ECHO, [], ["3"]))
         embedded_redis.resume()
         assert await following == b"3"
 
@@ -94,7 +94,7 @@ async def test_a_caller_who_gives_up_before_the_first_connection_leaves_nobody_w
 ) -> None:
     """In the same turn in which it asked, when nothing has begun yet."""
     async with client_of(embedded_redis.url) as client:
-        leaving, staying = (asyncio.create_task(client.run_script(ECHO, [], ["x"])) for _ in range(2))
+        leaving, staying = (asyncio.ensure_future(client.run_script(ECHO, [], ["x"])) for _ in range(2))
         asyncio.get_running_loop().call_soon(leaving.cancel)
         with pytest.raises(RedisError):
             await staying
