@@ -136,8 +136,9 @@ class Dispatcher:
         """The decode worker computes the prompt itself."""
         handle = link.submit(spec, hint=hint)
         try:
-            async for event in self._decoded(job, handle, PromptScores(spec)):
-                yield event
+            async with aclosing(self._decoded(job, handle, PromptScores(spec))) as events:
+                async for event in events:
+                    yield event
         finally:
             handle.close()
 
@@ -168,8 +169,9 @@ class Dispatcher:
                                 return
             handle = _require_begun(handle, worker)
             handle.keep(job.unfinished)
-            async for event in self._decoded(job, handle, scores):
-                yield event
+            async with aclosing(self._decoded(job, handle, scores)) as events:
+                async for event in events:
+                    yield event
         finally:
             self._leave(worker, spec.sequence_id, handle)
 
