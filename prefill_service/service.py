@@ -72,8 +72,8 @@ class _Prefill:
                 if len(self._first_tokens) == len(self._spec.candidates):
                     yield self._result()
                     return
-            else:
-                yield self._take(event)
+            elif (response := self._take(event)) is not None:
+                yield response
 
     def close(self) -> None:
         """Whatever happened: gives back what no complete lease holds, and nothing of another call."""
@@ -96,12 +96,15 @@ class _Prefill:
             raise InvariantError(f"{spec.sequence_id} is here already")
         return events
 
-    def _take(self, event: Event) -> prefill_pb2.PrefillResponse:
+    def _take(self, event: Event) -> prefill_pb2.PrefillResponse | None:
         match event:
             case Started():
                 return prefill_pb2.PrefillResponse(started=self._start(event))
             case BlocksReady():
                 self._worker.leases.progress(self._held.lease_id, event.blocks)
+                # The result follows at once, and says that all is computed.
+                if event.num_computed_tokens == len(self._spec.known_ids):
+                    return None
                 progress = prefill_pb2.PrefillProgress(computed_tokens=event.num_computed_tokens)
                 return prefill_pb2.PrefillResponse(progress=progress)
             case PromptScored():

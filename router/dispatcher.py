@@ -69,14 +69,12 @@ class Dispatcher:
         self._prefills = Prefills(channels, registry)
         self._lease_release = LeaseRelease(channels)
 
-    async def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
+    def run(self, job: Job) -> AsyncGenerator[DispatchEvent, None]:
         """Events until the last token of the last candidate; close the generator to give the request up.
 
         A candidate that the reader has ended, by `job.end`, gives nothing more. Raises PacelineError.
         """
-        async with aclosing(self._go_on(job, Failures())) as events:
-            async for event in events:
-                yield event
+        return self._go_on(job, Failures())
 
     async def _go_on(self, job: Job, failures: Failures) -> AsyncGenerator[DispatchEvent, None]:
         """Attempt after attempt, until one succeeds or `failures` have become too many."""
@@ -138,8 +136,9 @@ class Dispatcher:
         """The decode worker computes the prompt itself."""
         handle = link.submit(spec, hint=hint)
         try:
-            async for event in self._decoded(job, handle, PromptScores(spec)):
-                yield event
+            async with aclosing(self._decoded(job, handle, PromptScores(spec))) as events:
+                async for event in events:
+                    yield event
         finally:
             handle.close()
 
@@ -170,8 +169,9 @@ class Dispatcher:
                                 return
             handle = _require_begun(handle, worker)
             handle.keep(job.unfinished)
-            async for event in self._decoded(job, handle, scores):
-                yield event
+            async with aclosing(self._decoded(job, handle, scores)) as events:
+                async for event in events:
+                    yield event
         finally:
             self._leave(worker, spec.sequence_id, handle)
 

@@ -8,7 +8,7 @@ import grpc
 from paceline.core.errors import PacelineError, PeerLostError
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceSpec
-from paceline.runtime.channels import Channels
+from paceline.runtime.channels import Channels, responses_of
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.wire_internal import prefix_hint_to_proto, spec_to_proto
 from paceline.v1 import prefill_pb2
@@ -44,8 +44,9 @@ class Prefills:
 
         try:
             with self._registry.until_lost(worker.key, lose):
-                async for response in call:
-                    yield response
+                async with responses_of(call) as responses:
+                    async for response in responses:
+                        yield response
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error, name)
             await self._note_failure(worker, error)

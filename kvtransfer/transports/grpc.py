@@ -16,7 +16,7 @@ from paceline.core.errors import FingerprintMismatchError, KvError, KvLostError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import BlockId
 from paceline.core.ticket import KvTicket
-from paceline.runtime.channels import Channels
+from paceline.runtime.channels import Channels, responses_of
 from paceline.runtime.grpc_status import error_from_rpc
 from paceline.runtime.wire_internal import fingerprint_to_proto
 from paceline.v1 import kv_transfer_pb2
@@ -95,8 +95,9 @@ class GrpcTransport:
         pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(PULL_METHOD)
         call = pull(request.SerializeToString(), timeout=self._pull_timeout_s)
         try:
-            async for response in call:
-                yield response
+            async with responses_of(call) as responses:
+                async for response in responses:
+                    yield response
         except grpc.aio.AioRpcError as error:
             raise _kv_error(error, ticket) from error
         finally:

@@ -47,10 +47,10 @@ class RedisCalls:
         self._breaker = CircuitBreaker(pause_s=pause_s, clock=clock)
         self._slots = asyncio.Semaphore(_MAX_CALLS)
         self._num_answers = 0
-        # Some have been given up. They end within the limit, and so their connections can be used again.
-        self.under_way: set[asyncio.Task[object]] = set()
+        # Some have been given up. They end within the limit, and so their places can be used again.
+        self.under_way: set[asyncio.Future[object]] = set()
         # Those among them that have missed their budget.
-        self._overdue: set[asyncio.Task[object]] = set()
+        self._overdue: set[asyncio.Future[object]] = set()
         self._is_closed = False
         self._num_failures = self._num_late = self._num_skipped = 0
 
@@ -67,7 +67,7 @@ class RedisCalls:
     ) -> object | NoAnswer:
         """What Redis answers in time; a failure, counted, when it is not asked, fails, or takes too long.
 
-        The budget is the server's: in a burst of calls it begins when one of the connections is free. Of a caller that is cancelled
+        The budget is the server's: in a burst of calls it begins when one of the places is free. Of a caller that is cancelled
         after Redis was asked, `on_abandoned` hears the answer.
         """
         if self._is_closed or not self._breaker.allows_call():
@@ -78,33 +78,43 @@ class RedisCalls:
         if self._is_called_off(is_trial=is_trial):
             self._slots.release()
             return self._note_skipped()
-        task = asyncio.create_task(self._limited(call))
-        self.under_way.add(task)
-        task.add_done_callback(self._end)
+        under_way = self._begin(call)
         try:
-            return await self._reply(task, budget_s)
+            return await self._reply(under_way, budget_s)
         except asyncio.CancelledError:
             if on_abandoned is not None:
-                task.add_done_callback(partial(_tell, on_abandoned))
+                under_way.add_done_callback(partial(_tell, on_abandoned))
             raise
 
-    async def _reply(self, task: "asyncio.Task[object]", budget_s: float) -> object | NoAnswer:
-        """What it brings within the budget; it goes on, also when nobody waits for it any more."""
-        await _wait(task, budget_s, task.done)
-        if not task.done():
-            self._overdue.add(task)
+    def _begin(self, call: Callable[[], Awaitable[object]]) -> "asyncio.Future[object]":
+        """The call goes on to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
+        try:
+            under_way = asyncio.ensure_future(call())
+        except BaseException:
+            self._slots.release()
+            raise
+        limit = asyncio.get_running_loop().call_later(self.limit_s, under_way.cancel)
+        self.under_way.add(under_way)
+        under_way.add_done_callback(partial(self._end, limit))
+        return under_way
+
+    async def _reply(self, under_way: "asyncio.Future[object]", budget_s: float) -> object | NoAnswer:
+        """What it brings within the budget."""
+        await _wait(under_way, budget_s, under_way.done)
+        if not under_way.done():
+            self._overdue.add(under_way)
             return self._note_failure(is_late=True)
-        reply = _result(task)
+        reply = _result(under_way)
         if isinstance(reply, NoAnswer):
             return self._note_failure(is_late=False)
         self._breaker.record_success()
         return reply
 
-    async def run_script(
+    def run_script(
         self, script: str, keys: Sequence[str | bytes], arguments: Sequence[str | int | bytes]
-    ) -> object:
+    ) -> Awaitable[object]:
         """One atomic step; for `answer`."""
-        return await self.client.commands.execute_command("EVAL", script, len(keys), *keys, *arguments)
+        return self.client.run_script(script, keys, arguments)
 
     async def aclose(self) -> None:
         """Gives up what is under way, and closes the connections; later calls, and those that wait, are not made."""
@@ -122,7 +132,7 @@ class RedisCalls:
         return CallStats(self._num_failures, self._num_late, self._num_skipped)
 
     async def _take_slot(self, budget_s: float) -> bool:
-        """Waits for its turn for as long as others are answered meanwhile and most connections work, and at most `limit_s`."""
+        """Waits for its turn for as long as others are answered meanwhile and most of these are, and at most `limit_s`."""
         if not self._slots.locked():
             await self._slots.acquire()
             return True
@@ -155,7 +165,7 @@ class RedisCalls:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether half of the connections or more are held by calls that the server does not answer in time."""
+        """Whether half of the places or more are held by calls that the server does not answer in time."""
         return 2 * len(self._overdue) >= _MAX_CALLS
 
     def _give_up(self, taking: "asyncio.Task[Literal[True]]") -> None:
@@ -173,27 +183,22 @@ class RedisCalls:
         self._breaker.record_failure()
         return NoAnswer()
 
-    async def _limited(self, call: Callable[[], Awaitable[object]]) -> object | NoAnswer:
-        """The call to its end, also when nobody waits for it any more: a connection that is cut off has to be made anew."""
-        try:
-            async with asyncio.timeout(self.limit_s):
-                return await call()
-        except Exception:  # noqa: BLE001 (whatever a broken server makes the client raise: it is only a hint)
-            return NoAnswer()
-
-    def _end(self, task: "asyncio.Task[object]") -> None:
-        # Also where nobody waits for the answer any more: those who wait for a connection see that Redis answers.
-        self._num_answers += not isinstance(_result(task), NoAnswer)
-        self.under_way.discard(task)
-        self._overdue.discard(task)
+    def _end(self, limit: asyncio.TimerHandle, call: "asyncio.Future[object]") -> None:
+        limit.cancel()
+        # Also where nobody waits for the answer any more: those who wait for a place see that Redis answers.
+        self._num_answers += not isinstance(_result(call), NoAnswer)
+        self.under_way.discard(call)
+        self._overdue.discard(call)
         self._slots.release()
 
 
-def _result(task: "asyncio.Task[object]") -> object | NoAnswer:
-    return NoAnswer() if task.cancelled() else task.result()
+def _result(call: "asyncio.Future[object]") -> object | NoAnswer:
+    """Whatever a broken server makes the client raise: it is only a hint."""
+    has_failed = call.cancelled() or call.exception() is not None
+    return NoAnswer() if has_failed else call.result()
 
 
-async def _wait(task: "asyncio.Task[Any]", budget_s: float, is_enough: Callable[[], bool]) -> None:
+async def _wait(task: "asyncio.Future[Any]", budget_s: float, is_enough: Callable[[], bool]) -> None:
     """Returns when the task is done, or its budget is over; a little later unless it is enough that something else holds by then.
 
     Our own standstill is not the server's delay: what has arrived by now is read.
@@ -205,5 +210,5 @@ async def _wait(task: "asyncio.Task[Any]", budget_s: float, is_enough: Callable[
         await asyncio.sleep(0)
 
 
-def _tell(hears: Callable[[object], None], task: "asyncio.Task[object]") -> None:
-    hears(_result(task))
+def _tell(hears: Callable[[object], None], call: "asyncio.Future[object]") -> None:
+    hears(_result(call))

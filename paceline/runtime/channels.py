@@ -1,6 +1,9 @@
 """One gRPC channel for each address, made once and used by every call to it."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -21,6 +24,8 @@ _RECONNECT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+
+_Response = TypeVar("_Response")
 
 
 class Channels:
@@ -54,3 +59,13 @@ class Channels:
         channels = [*self._channels.values(), *self._retired]
         self._channels, self._retired = {}, []
         await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def responses_of(
+    call: "grpc.aio.UnaryStreamCall[Any, _Response]",
+) -> "aclosing[AsyncGenerator[_Response, None]]":
+    """A call's responses, for an `async with` around their reader, who may leave before their end.
+
+    gRPC gives them by a generator; one that is only left wakes the event loop and has a task made to be closed.
+    """
+    return aclosing(cast("AsyncGenerator[_Response, None]", aiter(call)))

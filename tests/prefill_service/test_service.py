@@ -84,15 +84,15 @@ async def _refusal(channels: Channels, worker: Worker, spec: SequenceSpec) -> Pa
 
 
 async def test_a_prompt_gives_ticket_progress_and_first_token(worker: Worker, channels: Channels) -> None:
-    """In this order; the ticket names every block, and each chunk is told."""
+    """In this order; the ticket names every block, and each chunk is told but the last, whose news is the result."""
     responses = await _all(_prefill(channels, worker, SPEC))
     kinds = [response.WhichOneof("event") for response in responses]
-    assert kinds == ["started", "progress", "progress", "progress", "result"]
+    assert kinds == ["started", "progress", "progress", "result"]
     ticket = ticket_from_proto(responses[0].started.ticket)
     assert (ticket.num_blocks, len(ticket.block_hashes)) == (5, 4)
     assert (ticket.owner_id, ticket.boot_epoch) == worker.key
     assert (ticket.owner_address, ticket.fingerprint) == (worker.address, worker.loaded.fingerprint)
-    assert [r.progress.computed_tokens for r in responses[1:4]] == [8, 16, 18]
+    assert [r.progress.computed_tokens for r in responses[1:3]] == [8, 16]
     first = first_token_from_proto(responses[-1].result.first_tokens[0])
     assert first == FirstToken(output_of(SPEC)[0])
 
@@ -231,7 +231,7 @@ async def test_a_family_has_one_ticket_and_a_first_token_for_each_candidate(
     sampling = SamplingParams(seed=3)
     spec = make_spec("family", SPEC.prompt_ids, sampling=sampling, num_top_logprobs=0, candidates=(0, 1, 4))
     responses = await _all(_prefill(channels, worker, spec))
-    assert [r.progress.computed_tokens for r in responses[1:-1]] == [8, 16, 18]
+    assert [r.progress.computed_tokens for r in responses[1:-1]] == [8, 16]
     first_tokens = [first_token_from_proto(first) for first in responses[-1].result.first_tokens]
     assert [(first.candidate, first.token_id) for first in first_tokens] == [
         (candidate, output_of(spec, candidate)[0]) for candidate in (0, 1, 4)

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from paceline.prefix_index.redis_calls import NoAnswer, RedisCalls
 from tests.virtual_time import VirtualTimeLoop, in_virtual_time, virtual_clock
 
@@ -139,6 +141,19 @@ async def test_a_trial_that_waits_for_a_connection_is_made() -> None:
     await asyncio.sleep(calls.limit_s - 0.001 - virtual_clock())
     assert await calls.answer(_answered, BUDGET_S) == 1
     assert not calls.is_away
+
+
+@in_virtual_time
+async def test_a_call_that_cannot_even_begin_leaves_its_place() -> None:
+    """It is a bug of ours and said; afterwards as many calls as ever fit."""
+    calls = _calls()
+    for _ in range(20):
+        with pytest.raises(UnicodeEncodeError):
+            await calls.answer(lambda: calls.run_script("return 1", ["\ud800"], []), BUDGET_S)
+    begin_s = virtual_clock()
+    assert await asyncio.gather(*(calls.answer(_answered, BUDGET_S) for _ in range(16))) == [1] * 16
+    assert virtual_clock() - begin_s < BUDGET_S
+    await calls.aclose()
 
 
 def _stand_still(duration_s: float) -> None:

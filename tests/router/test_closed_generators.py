@@ -1,0 +1,61 @@
+"""Every generator along a request's way is closed by whoever reads it, in its turn, and none by the garbage collector."""
+
+import asyncio
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tokenizer import Tokenizer
+from tests.router.test_service import answer, request, spec_of
+from tests.router.whole import Call, whole_router
+from tests.worker.bench import output_of
+
+
+@contextmanager
+def left_generators() -> Iterator[list[str]]:
+    """The names of those that are left before their end, until the end of the block."""
+    hooks, names = sys.get_asyncgen_hooks(), list[str]()
+
+    def note(generator: Any) -> None:
+        """Before the loop's own hook, which wakes it to close the generator."""
+        names.append(generator.__qualname__)
+        assert hooks.finalizer is not None, "a loop is running"
+        hooks.finalizer(generator)
+
+    sys.set_asyncgen_hooks(finalizer=note)
+    try:
+        yield names
+    finally:
+        gc.collect()
+        sys.set_asyncgen_hooks(*hooks)
+
+
+class Leaver(Call):
+    """A client that goes with the second piece of its answer."""
+
+    async def write(self, message: Any) -> None:
+        """Takes all until then."""
+        await super().write(message)
+        if sum(response.HasField("delta") for response in self.responses) == 2:
+            raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
+async def test_no_generator_is_left_however_a_request_ends(
+    tiny_tokenizer_dir: Path, byte_level: Tokenizer, disaggregate: str
+) -> None:
+    """With the last token, with a stop string, or with its client; whoever computes the prompt."""
+    stop = byte_level.decode(output_of(spec_of())[:12])[-4:]
+    async with whole_router(tiny_tokenizer_dir, byte_level, disaggregate=disaggregate) as router:
+        with left_generators() as names:
+            await answer(router, request())
+            await answer(router, request(stop=(stop,)))
+            with pytest.raises(asyncio.CancelledError):
+                await router.generate(request(), Leaver())
+            await router.until_idle()
+        assert not names
