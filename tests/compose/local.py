@@ -24,6 +24,8 @@ from paceline.launcher.supervisor import Supervisor
 from tests.compose.files import Config, called, mounts, our_services, services
 
 PATIENCE_S = 90.0
+# Where workers build, in a container.
+KERNELS = "/var/lib/paceline"
 _PLACE = re.compile(
     r"dns:([a-z0-9-]+):(\d+)|(?<![\w.:/-])([a-z0-9-]+|0\.0\.0\.0|127\.0\.0\.1):(\d+)|//([a-z0-9-]+):(\d+)"
 )
@@ -51,7 +53,7 @@ class Machine:
         """One with addresses that nobody else has."""
         network = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(256)}"
         hosts = {name: f"{network}.{number}" for number, name in enumerate(services(config), start=10)}
-        return cls(config, directory, volumes, hosts, extra or {})
+        return cls(config, directory, {KERNELS: directory / "kernels", **volumes}, hosts, extra or {})
 
     def published(self, name: str) -> str:
         """Where clients of this service's one published port come in."""
@@ -77,7 +79,8 @@ class Machine:
 
     def environment(self, name: str) -> dict[str, str]:
         """The service's own."""
-        return dict(services(self.config)[name].get("environment") or {})
+        given: dict[str, str] = services(self.config)[name].get("environment") or {}
+        return {key: self.argument(name, value) for key, value in given.items()}
 
     def probe(self, name: str) -> Probe:
         """The container's health check."""
@@ -100,11 +103,14 @@ class Machine:
 
     def _volumes_of(self, name: str) -> dict[str, Path]:
         mounted = [volume["target"] for volume in services(self.config)[name].get("volumes") or ()]
-        return {
+        found = {
             path: here
             for path, here in self.volumes.items()
             if any(path.startswith(target) for target in mounted)
         }
+        missing = [target for target in mounted if not any(path.startswith(target) for path in found)]
+        assert not missing, f"{name} has no place here for {missing}"
+        return found
 
     def _copy(self, name: str, source: Path) -> Path:
         if source.suffix not in {".toml", ".yaml"} or source.parent.name == "secrets":

@@ -179,6 +179,19 @@ def test_redis_is_a_cache_for_other_containers() -> None:
     assert limit >= (int(given["--maxmemory"].removesuffix("mb")) << 20) * 5 // 4
 
 
+def test_what_is_written_goes_to_volumes() -> None:
+    """The model is read-only for all that serve; a worker's own cache is a volume, in a directory that the image gives to its user."""
+    config = read_stack((BASE, FLEET))
+    dockerfile = (COMPOSE / "Dockerfile").read_text()
+    (given,) = re.findall(r"install --directory --owner paceline --group paceline (.*)", dockerfile)
+    for name, service in our_services(config).items():
+        volumes = {volume["target"]: volume.get("read_only", False) for volume in service["volumes"]}
+        assert volumes.pop("/var/cache/paceline"), name
+        assert all(target in given.split() and not read_only for target, read_only in volumes.items())
+        cache = service.get("environment", {}).get("XDG_CACHE_HOME")
+        assert {cache} - {None} == volumes.keys(), name
+
+
 def test_workers_have_a_limit_above_their_kv_cache() -> None:
     """The container's memory holds the pool, and a gigabyte for weights and process."""
     config = read_stack((BASE,))
