@@ -10,12 +10,16 @@ from typing import Any, Literal
 from paceline.core.clock import Clock, monotonic
 from paceline.prefix_index.breaker import CircuitBreaker
 from paceline.prefix_index.redis_client import RedisClient, connect
-from paceline.prefix_index.redis_url import parse_redis_url
+from paceline.prefix_index.redis_url import parse_redis_url, redacted
+from paceline.runtime.log import get_logger
 
 _MAX_CALLS = 16
 # Turns of the event loop that a call may still take after its budget: next to nothing where the loop has nothing else to do,
 # and where it has, what a call needs to get through the client and back.
 _TURNS = 64
+_LATE = "no answer in time"
+
+log = get_logger()
 
 
 class NoAnswer:
@@ -52,6 +56,8 @@ class RedisCalls:
         # Those among them that have missed their budget.
         self._overdue: set[asyncio.Future[object]] = set()
         self._is_closed = False
+        self._url = redacted(url)
+        self._is_lost = False
         self._num_failures = self._num_late = self._num_skipped = 0
 
     @property
@@ -74,7 +80,7 @@ class RedisCalls:
             return self._note_skipped()
         is_trial = self._breaker.is_open
         if not await self._take_slot(budget_s):
-            return self._note_failure(is_late=True)
+            return self._note_failure(_LATE)
         if self._is_called_off(is_trial=is_trial):
             self._slots.release()
             return self._note_skipped()
@@ -103,11 +109,11 @@ class RedisCalls:
         await _wait(under_way, budget_s, under_way.done)
         if not under_way.done():
             self._overdue.add(under_way)
-            return self._note_failure(is_late=True)
+            return self._note_failure(_LATE)
         reply = _result(under_way)
         if isinstance(reply, NoAnswer):
-            return self._note_failure(is_late=False)
-        self._breaker.record_success()
+            return self._note_failure(_reason(under_way))
+        self._note_success()
         return reply
 
     def run_script(
@@ -177,11 +183,21 @@ class RedisCalls:
         self._num_skipped += 1
         return NoAnswer()
 
-    def _note_failure(self, *, is_late: bool) -> NoAnswer:
-        self._num_late += is_late
+    def _note_failure(self, reason: str) -> NoAnswer:
+        self._num_late += reason == _LATE
         self._num_failures += 1
+        # Not for a hiccup: a pause after the breaker opened it still does not answer.
+        if self._breaker.is_open and not self._is_lost:
+            self._is_lost = True
+            log.warning("redis_lost", redis=self._url, reason=reason)
         self._breaker.record_failure()
         return NoAnswer()
+
+    def _note_success(self) -> None:
+        self._breaker.record_success()
+        if self._is_lost:
+            self._is_lost = False
+            log.info("redis_found", redis=self._url)
 
     def _end(self, limit: asyncio.TimerHandle, call: "asyncio.Future[object]") -> None:
         limit.cancel()
@@ -190,6 +206,12 @@ class RedisCalls:
         self.under_way.discard(call)
         self._overdue.discard(call)
         self._slots.release()
+
+
+def _reason(call: "asyncio.Future[object]") -> str:
+    """Why a call that has ended has no answer."""
+    error = None if call.cancelled() else call.exception()
+    return _LATE if error is None else f"{type(error).__name__}: {error}"
 
 
 def _result(call: "asyncio.Future[object]") -> object | NoAnswer:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from paceline.prefix_index.redis_calls import NoAnswer, RedisCalls
 from tests.virtual_time import VirtualTimeLoop, in_virtual_time, virtual_clock
@@ -161,3 +162,39 @@ def _stand_still(duration_s: float) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     loop.stand_still(duration_s)
+
+
+@in_virtual_time
+async def test_who_is_away_for_longer_than_a_pause_is_told_of_once() -> None:
+    """A hiccup that only opens the breaker is not; nor is what comes back told of twice, nor a password at all."""
+    calls = RedisCalls("redis://paceline:secret@127.0.0.1:1", clock=virtual_clock)
+
+    async def broken() -> object:
+        """As of a server that nobody listens at."""
+        raise ConnectionRefusedError("nobody listens")
+
+    with capture_logs() as logs:
+        for _ in range(3):
+            await calls.answer(broken, BUDGET_S)
+        assert calls.is_away and logs == []
+        for ask in (broken, broken, _answered, _answered):
+            await asyncio.sleep(1.1)
+            await calls.answer(ask, BUDGET_S)
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("redis_lost", "warning"),
+        ("redis_found", "info"),
+    ]
+    assert logs[0]["reason"] == "ConnectionRefusedError: nobody listens"
+    assert "secret" not in str(logs)
+
+
+@in_virtual_time
+async def test_a_frozen_server_is_told_of_as_late() -> None:
+    """It breaks no connection, and there is no other reason to name."""
+    calls = _calls()
+    with capture_logs() as logs:
+        for _ in range(4):
+            await calls.answer(_hung, BUDGET_S)
+            await asyncio.sleep(1.1)
+    assert [(line["event"], line["reason"]) for line in logs] == [("redis_lost", "no answer in time")]
+    await calls.aclose()
