@@ -7,7 +7,7 @@ async with PacelineClient("127.0.0.1:50051") as client:
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self, TypedDict, TypeGuard, Unpack, cast, get_args
@@ -199,8 +199,11 @@ class PacelineClient:
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with _as_our_errors():
-                async for event in call:
-                    yield event
+                # gRPC reads by a generator: one that is only left wakes the event loop, and has a task made to be closed.
+                reader = cast("AsyncGenerator[inference_pb2.GenerateResponse, None]", aiter(call))
+                async with aclosing(reader) as events:
+                    async for event in events:
+                        yield event
         finally:
             call.cancel()  # without this the server would go on for nobody; after the end it does nothing
 

@@ -28,6 +28,7 @@ from tests.fake_inference import (
     FakeInference,
     serve_fake_inference,
 )
+from tests.left_generators import left_generators
 
 
 @pytest.fixture
@@ -139,6 +140,16 @@ async def test_closing_the_generator_cancels_on_the_server(
     async with aclosing(client.generate(ENDLESS)) as events:
         await anext(events)
     await fake_inference.cancelled.wait()
+
+
+async def test_no_generator_is_left_by_whoever_leaves_early(client: PacelineClient) -> None:
+    """Who closes the answer has closed what reads it too: nothing is left for the garbage collector to end."""
+    with left_generators() as names:
+        async with aclosing(client.generate(ENDLESS)) as events:
+            async for event in events:
+                if event.HasField("delta"):
+                    break
+    assert names == []
 
 
 async def test_cancelling_the_task_cancels_on_the_server(

@@ -1,38 +1,16 @@
 """Every generator along a request's way is closed by whoever reads it, in its turn, and none by the garbage collector."""
 
 import asyncio
-import gc
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.tokenizer import Tokenizer
+from tests.left_generators import left_generators
 from tests.router.test_service import answer, request, spec_of
 from tests.router.whole import Call, whole_router
 from tests.worker.bench import output_of
-
-
-@contextmanager
-def left_generators() -> Iterator[list[str]]:
-    """The names of those that are left before their end, until the end of the block."""
-    hooks, names = sys.get_asyncgen_hooks(), list[str]()
-
-    def note(generator: Any) -> None:
-        """Before the loop's own hook, which wakes it to close the generator."""
-        names.append(generator.__qualname__)
-        assert hooks.finalizer is not None, "a loop is running"
-        hooks.finalizer(generator)
-
-    sys.set_asyncgen_hooks(finalizer=note)
-    try:
-        yield names
-    finally:
-        gc.collect()
-        sys.set_asyncgen_hooks(*hooks)
 
 
 class Leaver(Call):
