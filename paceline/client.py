@@ -26,6 +26,7 @@ Message = Mapping[str, str]
 # Text is taken as it stands; messages go through the model's chat template; token ids are used unchanged.
 Prompt = str | Sequence[Message] | Sequence[int]
 Priority = Literal["realtime", "standard", "batch"]
+_Events = AsyncGenerator[inference_pb2.GenerateResponse, None]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -145,9 +146,7 @@ class PacelineClient:
         """Ends the connection; requests that still run are cancelled on the server."""
         await self._channel.close()
 
-    def generate(
-        self, prompt: Prompt, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> _Events:
         """The events of one answer as they come: `event.delta.text` is new text, `event.finish` the end.
 
         With `n` above 1 the events of all candidates come mixed: `event.index` says whose one is.
@@ -193,15 +192,12 @@ class PacelineClient:
             request = inference_pb2.GetServerInfoRequest()
             return await self._stub.GetServerInfo(request, timeout=timeout_s, metadata=self._metadata)
 
-    async def _events(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+    async def _events(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> _Events:
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             with _as_our_errors():
-                # gRPC reads by a generator: one that is only left wakes the event loop, and has a task made to be closed.
-                reader = cast("AsyncGenerator[inference_pb2.GenerateResponse, None]", aiter(call))
-                async with aclosing(reader) as events:
+                # A generator that is only left wakes the event loop to be closed.
+                async with aclosing(cast("_Events", aiter(call))) as events:
                     async for event in events:
                         yield event
         finally:
