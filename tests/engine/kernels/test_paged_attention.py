@@ -1,6 +1,11 @@
 """The compiled attention: equal to the plain one, the same bits in any company, and never in the way of a start."""
 
+import os
+import pwd
 import random
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -210,6 +215,30 @@ def test_what_is_no_number_stays_with_its_sequence() -> None:
     assert after[1].isnan().all()
 
 
+@pytest.mark.slow
+def test_it_reads_what_is_its_own_and_does_nothing_undefined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above once more, in a process whose kernel is built with the compiler's checks and ends it at the first fault."""
+    checks = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -O1"
+    compiler = tmp_path / "checking"
+    # In a script, since its flags are to follow ours.
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {checks}\n')
+    compiler.chmod(0o700)
+    library = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", library)
+    # Python itself leaves memory behind.
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    chosen = "no_number or company or windows or (every_size and 5-3)"
+    argv = [sys.executable, "-P", "-m", "pytest", "-sqx", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.thorough
@@ -294,19 +323,104 @@ def test_it_is_built_once(unbuilt: Path, tmp_path: Path) -> None:
     assert len(list(unbuilt.iterdir())) == 2
 
 
-def test_a_cache_that_is_of_no_use_is_done_without(unbuilt: Path, tmp_path: Path) -> None:
-    """A library that does not load, and a place that is no directory: it is built for this process alone."""
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """C++ that is built at once."""
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 3; }')
-    build.load(source)
-    (library,) = unbuilt.iterdir()
-    library.unlink()
-    library.write_bytes(b"no library")
-    assert build.load(source).answer() == 3
-    library.unlink()
-    unbuilt.rmdir()
+    return source
+
+
+def test_a_library_that_does_not_load_is_built_again_in_its_place(
+    unbuilt: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that only one start pays for it."""
+    build.load(small)
+    (sound,) = unbuilt.iterdir()
+    # Elsewhere: what this process has loaded from a path, it has for good.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    broken = tmp_path / "other" / "paceline" / "kernels" / sound.name
+    broken.parent.mkdir(parents=True, mode=0o700)
+    broken.write_bytes(b"no library")
+    assert build.load(small).answer() == 3
+    assert list(broken.parent.iterdir()) == [broken]
+    assert broken.stat().st_size == sound.stat().st_size
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_nothing_is_loaded_from_where_others_may_write(unbuilt: Path, small: Path, mode: int) -> None:
+    """It is built for this process alone: whoever can write there could have put anything."""
+    unbuilt.mkdir(parents=True)
+    unbuilt.chmod(mode)
+    assert build.load(small).answer() == 3
+    assert list(unbuilt.iterdir()) == []
+
+
+def test_nothing_is_loaded_from_another_user_s_directory(
+    unbuilt: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when nobody else can write to it."""
+    unbuilt.mkdir(parents=True, mode=0o700)
+    owner = max(unbuilt.stat().st_uid, 1)
+    os.chown(unbuilt, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert build.load(small).answer() == 3
+    assert list(unbuilt.iterdir()) == []
+
+
+def test_a_place_that_is_no_directory_is_done_without(unbuilt: Path, small: Path) -> None:
+    """It is built for this process alone."""
+    unbuilt.parent.mkdir()
     unbuilt.touch()
-    assert build.load(source).answer() == 3
+    assert build.load(small).answer() == 3
+
+
+def test_a_user_without_a_home_is_served(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is run as a user whom nobody has made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert build.load(small).answer() == 3
+    assert list(tmp_path.iterdir()) == [small]
+
+
+def test_where_nothing_can_be_written_there_is_no_kernel(
+    unbuilt: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the cache nor a directory for what is thrown away: the worker starts all the same."""
+    unbuilt.parent.mkdir()
+    unbuilt.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(NoKernelError, match=r"small.cpp cannot be kept"):
+        build.load(small)
+
+
+def test_a_compiler_that_cannot_be_run_is_told(
+    unbuilt: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file for another machine, for example, or one that is killed without a word."""
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"\x7fELF of no machine")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NoKernelError, match=r"compiler cannot be run: .*format"):
+        build.load(small)
+    compiler.write_text("#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(NoKernelError, match=r"compiler cannot build small.cpp: exit status -9"):
+        build.load(small)
+    assert list(unbuilt.iterdir()) == []
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_a_compiler_may_have_arguments(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As others' builds let it have them."""
+    small.write_text('extern "C" int answer() { return ANSWER; }')
+    for answer in (5, 6):
+        monkeypatch.setenv("CXX", f"g++ -DANSWER={answer}")
+        assert build.load(small).answer() == answer
 
 
 def test_exact_mode_has_its_own(tiny_model_dir: Path) -> None:
