@@ -15,15 +15,17 @@ from typing import Any
 from benchmarks.serve.drive import Life, drive
 from benchmarks.serve.figures import figures, medians, table
 from benchmarks.serve.memory import watch_peak
-from benchmarks.serve.targets import PacelineTarget, Target, completions_target
+from benchmarks.serve.targets import OURS, PacelineTarget, Target, completions_target
 from benchmarks.serve.workloads import WORKLOADS, Asked, Workload, chosen, traced
 from benchmarks.simulator.options import OneLineParser, say, slo_flag, write_json
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.records import Result
 from benchmarks.simulator.slo import Slo
 from benchmarks.simulator.spec import defaults_of
-from benchmarks.simulator.trace import ANY_VOCAB_SIZE
+from benchmarks.simulator.trace import ANY_VOCAB_SIZE, Trace
 from paceline.client import PacelineClient
+from paceline.client_error import PacelineRpcError
+from paceline.core.errors import ConfigError
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
@@ -55,8 +57,8 @@ class _Found:
 def main(argv: Sequence[str]) -> int:
     """Prints the table; 1 when a request of ours failed."""
     args = make_parser().parse_args(argv)
-    found = asyncio.run(_run(args))
-    ours = {**found.of_start, **medians(found.runs.pop("paceline"))}
+    found = asyncio.run(_run(args, load_trace(args.trace) if args.trace else None))
+    ours = {**found.of_start, **medians(found.runs.pop(OURS))}
     others = {name: medians(runs) for name, runs in found.runs.items()}
     print(table(ours, others))
     numbers: dict[str, Any] = dict(ours)
@@ -137,18 +139,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _run(args: argparse.Namespace) -> _Found:
+async def _run(args: argparse.Namespace, trace: Trace | None) -> _Found:
     found = _Found()
     async with AsyncExitStack() as stack:
         targets: list[Target] = [
             await stack.enter_async_context(completions_target(text)) for text in args.against
         ]
+        _require_different([target.name for target in targets])
         ours, vocab_size = await stack.enter_async_context(_our_server(args, found))
         for run in range(args.repeats):
             asked = Asked(time.time_ns(), vocab_size, args.concurrency, args.rate)
             workloads = chosen(args.workloads, asked)
-            if args.trace:
-                workloads.append(traced(load_trace(args.trace), asked))
+            if trace:
+                workloads.append(traced(trace, asked))
             # Who is first has a turn each time: whatever warms up or slows down meets all.
             order = [ours, *targets] if run % 2 == 0 else [*targets, ours]
             await _take_turns(found, workloads, order, args, f"run {run + 1} of {args.repeats}")
@@ -177,6 +180,7 @@ async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[
     """Ours, and how many tokens its model knows."""
     if args.address:
         async with PacelineClient(args.address, api_key=args.api_key) as client:
+            await _require_answer(client, args.address)
             yield PacelineTarget(client), args.vocab_size
         return
     model = resolve_model(args.model, say)
@@ -186,7 +190,7 @@ async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[
     )
     begin_s = time.perf_counter()
     async with LocalCluster(config, model, say=say) as cluster, PacelineClient(cluster.address) as client:
-        await client.generate_text("The sky is", max_tokens=1)
+        await _require_answer(client, cluster.address)
         found.of_start["start_to_first_answer_s"] = time.perf_counter() - begin_s
         watching = asyncio.create_task(watch_peak(lambda: list(cluster.pids.values()), found.note_memory))
         try:
@@ -194,6 +198,21 @@ async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _require_answer(client: PacelineClient, address: str) -> None:
+    """Raises ConfigError when there is none, before minutes pass in asking for others."""
+    try:
+        await client.generate_text("The sky is", max_tokens=1)
+    except PacelineRpcError as error:
+        raise ConfigError(f"the server at {address} does not answer: {error}") from error
+
+
+def _require_different(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"--against: two servers are called {max(names, key=names.count)}; say NAME=URL of each"
+        )
 
 
 def _draw(directory: Path | None, slo: Slo | None, lives: Mapping[str, Mapping[str, Sequence[Life]]]) -> None:
@@ -212,7 +231,7 @@ def _draw(directory: Path | None, slo: Slo | None, lives: Mapping[str, Mapping[s
 
 
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(filter(None, text.split(",")))
+    names = tuple(dict.fromkeys(text.split(",")))
     if unknown := sorted(set(names) - WORKLOADS.keys()):
         raise argparse.ArgumentTypeError(
             f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}"

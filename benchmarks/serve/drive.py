@@ -24,7 +24,10 @@ class Life:
 
 
 async def drive(workload: Workload, target: Target, clock: Clock = time.perf_counter) -> list[Life]:
-    """All of it, in the order in which turns ended. A conversation ends with a turn that fails; the others go on."""
+    """All of it, in the order in which turns ended; raises ConfigError for what a server cannot be asked.
+
+    A conversation ends with a turn that fails; the others go on.
+    """
     driver, waiting = _Driver(target, clock), list(reversed(workload.conversations))
 
     async def some() -> None:
@@ -37,13 +40,17 @@ async def drive(workload: Workload, target: Target, clock: Clock = time.perf_cou
         await asyncio.sleep(conversation.start_s)
         await driver.converse(conversation)
 
-    async with asyncio.TaskGroup() as group:
-        if workload.concurrency is None:
-            for conversation in workload.conversations:
-                group.create_task(later(conversation))
-        else:
-            for _ in range(workload.concurrency):
-                group.create_task(some())
+    try:
+        async with asyncio.TaskGroup() as group:
+            if workload.concurrency is None:
+                for conversation in workload.conversations:
+                    group.create_task(later(conversation))
+            else:
+                for _ in range(workload.concurrency):
+                    group.create_task(some())
+    except ExceptionGroup as several:
+        # What one conversation cannot have, none can: the first says it for all.
+        raise several.exceptions[0] from several
     return driver.lives
 
 
@@ -61,7 +68,7 @@ class _Driver:
         for turn in conversation.turns:
             prompt_ids = history + turn.new_ids
             token_ids = await self._take_turn(conversation.group, prompt_ids, turn)
-            if len(token_ids) < turn.num_output_tokens:
+            if len(token_ids) != turn.num_output_tokens:
                 return
             if turn is not conversation.turns[-1] and min(token_ids) < 0:
                 raise ConfigError(

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx2
 
@@ -11,6 +11,9 @@ from paceline.client import GenerateOptions, PacelineClient
 from paceline.client_error import PacelineRpcError
 from paceline.core.errors import ConfigError
 
+# What the figures of our own server are called by.
+OURS = "paceline"
+# A server that is silent for so long has failed.
 _TIMEOUT_S = 600.0
 _DONE = "data: [DONE]"
 
@@ -37,7 +40,7 @@ class Target(Protocol):
 class PacelineTarget:
     """Our own server, through a client that the caller closes."""
 
-    def __init__(self, client: PacelineClient, name: str = "paceline") -> None:
+    def __init__(self, client: PacelineClient, name: str = OURS) -> None:
         self.name = name
         self._client = client
 
@@ -87,10 +90,24 @@ class CompletionsTarget:
                     said = (await response.aread()).decode(errors="replace")
                     raise RefusedError(f"{self._url} answers {response.status_code}: {said[:200]}")
                 async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != _DONE and (token_ids := _tokens_of(line)):
+                    if line.startswith("data: ") and line != _DONE and (token_ids := self._tokens_of(line)):
                         yield token_ids
         except httpx2.HTTPError as error:
             raise RefusedError(f"{self._url}: {str(error) or type(error).__name__}") from error
+
+    def _tokens_of(self, line: str) -> tuple[int, ...]:
+        """The tokens of one event; -1 where it has text and does not say which token that is."""
+        try:
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RefusedError(f"{self._url}: {event['error']}"[:300])
+            if not (choices := event.get("choices")):
+                return ()
+            if (token_ids := choices[0].get("token_ids")) is not None:
+                return tuple(token_ids)
+            return (-1,) if choices[0].get("text") else ()
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+            raise RefusedError(f"{self._url} sends what is no completion: {line[:200]}") from error
 
 
 @asynccontextmanager
@@ -99,6 +116,8 @@ async def completions_target(text: str) -> AsyncIterator[CompletionsTarget]:
     name, is_named, url = text.partition("=") if "=" in text.partition("://")[0] else ("other", "", text)
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--against {text}: say NAME=http://HOST:PORT/v1")
+    if name == OURS:
+        raise ConfigError(f"--against {text}: {OURS} is what our own server is called")
     if is_named and not name.isidentifier():
         raise ConfigError(f"--against {text}: {name!r} is no name of letters, digits and _")
     async with httpx2.AsyncClient(
@@ -116,14 +135,3 @@ async def _model_at(http: httpx2.AsyncClient, url: str) -> str:
             f"--against {url}: {url}/models does not say which model is served ({error})"
         ) from error
     return model
-
-
-def _tokens_of(line: str) -> tuple[int, ...]:
-    """The tokens of one event; -1 where it has text and does not say which token that is."""
-    choices: list[dict[str, Any]] = json.loads(line.removeprefix("data: ")).get("choices") or []
-    if not choices:
-        return ()
-    token_ids = choices[0].get("token_ids")
-    if token_ids is not None:
-        return tuple(token_ids)
-    return (-1,) if choices[0].get("text") else ()

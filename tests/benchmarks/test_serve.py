@@ -75,7 +75,10 @@ def test_a_trace_is_replayed_as_it_came() -> None:
 
 
 class Scripted:
-    """Answers in two parts, with tokens that count up from the prompt's last one; refuses a prompt that ends in 13, and cuts off one in 14."""
+    """Answers in two parts, with tokens that count up from the prompt's last one.
+
+    Refuses a prompt that ends in 13, gives a token too few after 14, and one too many after 15.
+    """
 
     name = "scripted"
 
@@ -98,7 +101,8 @@ class Scripted:
             first = prompt_ids[-1] + 1 if self._knows_ids else -num_output_tokens
             yield (first,)
             await asyncio.sleep(0)
-            yield tuple(range(first + 1, first + num_output_tokens - (prompt_ids[-1] == 14)))
+            wrong_by = {14: -1, 15: 1}.get(prompt_ids[-1], 0)
+            yield tuple(range(first + 1, first + num_output_tokens + wrong_by))
         finally:
             self.num_open -= 1
 
@@ -133,12 +137,19 @@ async def test_a_turn_that_fails_ends_its_conversation_only() -> None:
     assert [life.record.reason for life in lives] == ["", "13 is not taken", "", "2 tokens came"]
 
 
+async def test_an_answer_that_is_too_long_ends_its_conversation_too() -> None:
+    """What would follow is another conversation than the other servers have."""
+    talk = Conversation((Turn((15,), 3), Turn((9,), 3)))
+    lives = await drive(Workload("chat", (talk,), concurrency=1), Scripted())
+    assert [life.record.reason for life in lives] == ["4 tokens came"]
+
+
 async def test_a_server_that_hides_its_tokens_has_no_second_turns() -> None:
     """What would follow an unknown answer is no conversation, and that is said."""
     talk = Conversation((Turn((1,), 3), Turn((2,), 3)))
-    with pytest.raises(ExceptionGroup) as caught:
-        await drive(Workload("chat", (talk,), concurrency=1), Scripted(knows_ids=False))
-    assert caught.group_contains(ConfigError, match="does not say its tokens' ids")
+    for concurrency in (1, None):
+        with pytest.raises(ConfigError, match="does not say its tokens' ids"):
+            await drive(Workload("chat", (talk, talk), concurrency), Scripted(knows_ids=False))
     assert len(await drive(Workload("one", (single(1),), concurrency=1), Scripted(knows_ids=False))) == 1
 
 
@@ -247,6 +258,42 @@ async def test_what_another_server_refuses_is_said() -> None:
             pass
 
 
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"error": {"message": "out of memory"}}, "out of memory"),
+        ([1], "no completion"),
+        ("text", "no completion"),
+        ({"choices": [7]}, "no completion"),
+        ({"choices": {"a": 1}}, "no completion"),
+    ],
+)
+async def test_a_failure_in_the_midst_of_an_answer_is_that_request_s(event: object, said: str) -> None:
+    """A server that breaks down or talks otherwise ends nothing but the request."""
+    events = [{"choices": [{"text": "a", "token_ids": [5]}]}, event]
+    async with other_server(*events) as url, completions_target(url) as target:
+        answer = target.answer((1, 2), 3)
+        assert await anext(answer) == (5,)
+        with pytest.raises(RefusedError, match=said):
+            await anext(answer)
+
+
+async def test_servers_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of one name, or one that is called as ours is, would be one in the figures."""
+    async with other_server() as url:
+        for argv in ([url, url], [f"vllm={url}", f"vllm={url}"], [f"paceline={url}"]):
+            flags = [part for text in argv for part in ("--against", text)]
+            with pytest.raises(ConfigError, match="called"):
+                await asyncio.to_thread(command.main, ["--address", "127.0.0.1:1", *flags])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_server_that_is_not_there_is_said_at_once() -> None:
+    """Not after every workload has been tried."""
+    with pytest.raises(ConfigError, match=r"the server at 127\.0\.0\.1:1 does not answer"):
+        command.main(["--address", "127.0.0.1:1"])
+
+
 @pytest.mark.parametrize("text", ["127.0.0.1:8000", "a b=http://127.0.0.1/v1", "=http://127.0.0.1/v1"])
 async def test_a_server_s_name_and_address_are_checked(text: str) -> None:
     """Before anything is started."""
@@ -260,7 +307,14 @@ async def test_a_server_s_name_and_address_are_checked(text: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--workloads", "mixd"], ["--concurrency", "0"], ["--rate", "0"], ["--repeats", "x"], ["--slo", "soon"]],
+    [
+        ["--workloads", "mixd"],
+        ["--workloads", ""],
+        ["--concurrency", "0"],
+        ["--rate", "0"],
+        ["--repeats", "x"],
+        ["--slo", "soon"],
+    ],
 )
 def test_a_wrong_flag_is_a_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """And a status of 2."""
