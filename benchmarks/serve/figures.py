@@ -42,9 +42,12 @@ def figures(key: str, lives: Sequence[Life], slo: Slo | None) -> dict[str, float
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key, over the runs that have it."""
+    """Of each key, over the runs that have it; but of failures their sum, so that none is lost in the middle."""
     keys = dict.fromkeys(key for run in runs for key in run)
-    return {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
+    return {
+        key: (sum if key.endswith("_failed") else statistics.median)([run[key] for run in runs if key in run])
+        for key in keys
+    }
 
 
 def table(ours: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> str:

@@ -193,6 +193,12 @@ def test_nothing_that_finished_has_no_durations() -> None:
     assert medians([nothing, some])["some_ttft_p50_ms"] == 1000.0
 
 
+def test_a_failure_in_one_run_is_not_lost_among_the_others() -> None:
+    """Of the failed all are told, whatever is in the middle."""
+    runs = [figures("some", [life("all", 0.0, 1.0, wanted=wanted)], None) for wanted in (1, 1, 2)]
+    assert medians(runs)["some_failed"] == 1.0
+
+
 def test_the_table_shows_ours_over_theirs() -> None:
     """A key that the other has not has no ratio."""
     lines = table({"a": 3.0, "b": 1.0}, {"vllm": {"a": 2.0}}).splitlines()
