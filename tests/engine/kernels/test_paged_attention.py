@@ -1,12 +1,13 @@
 """The compiled attention: equal to the plain one, the same bits in any company, and never in the way of a start."""
 
+import itertools
 import os
 import pwd
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +39,11 @@ MIXED = ((1, 33), (40, 40), (9, 300), (1, 257), (2, 5))
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    """The kernel."""
+    """The kernel; where the machine has a compiler, it must build."""
+    try:
+        build._compiler()
+    except NoKernelError as error:
+        pytest.skip(str(error))
     register()
 
 
@@ -81,11 +86,15 @@ class Ragged:
         return torch.randn(num_tokens, num_heads, self.layer.key_dim).to(self.dtype)
 
     def native(
-        self, query: Tensor, rules: AttentionRules, queries: Sequence[QueryRange] | None = None
+        self,
+        query: Tensor,
+        rules: AttentionRules,
+        queries: Sequence[QueryRange] | None = None,
+        operator: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """The kernel's answer; rows of other sequences than `queries` are nobody's."""
         tables = RaggedTables.of(queries or self.queries, 0)
-        out: Tensor = torch.ops.paceline.paged_attention(
+        out: Tensor = (operator or torch.ops.paceline.paged_attention)(
             query,
             self.cache.keys[0],
             self.cache.values[0],
@@ -117,8 +126,12 @@ class Ragged:
         )
         query = self.query(num_heads)
         expected = self.plain(query, rules)
-        tolerance = 1e-5 if self.dtype is torch.float32 else 0.02
-        torch.testing.assert_close(self.native(query, rules).float(), expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(self.native(query, rules).float(), expected, atol=self.tolerance, rtol=0)
+
+    @property
+    def tolerance(self) -> float:
+        """How far its type lets both forms lie apart."""
+        return 1e-5 if self.dtype is torch.float32 else 0.02
 
 
 # -- what it computes
@@ -202,6 +215,23 @@ def test_a_row_is_the_same_bits_in_any_company(dtype: str) -> None:
                 assert torch.equal(ragged.native(query, rules, [last])[last.first], together[last.first])
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_vectors_of_every_width_equal_the_plain_form(
+    lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of processors that this one is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{' '.join(build._compiler())} -DLANES={lanes}")
+    operator = paged_attention.build_operator()
+    layers = (LayerKV(2, 64, 64), LayerKV(1, 20, 12, window=100, num_sink_tokens=4))
+    for layer, dtype in itertools.product(layers, TORCH_DTYPES):
+        ragged = Ragged(layer, dtype, (*DECODES, *MIXED))
+        rules, query = AttentionRules(0.2, layer.view, 30.0, torch.randn(6)), ragged.query(6)
+        found = ragged.native(query, rules, operator=operator)
+        torch.testing.assert_close(found.float(), ragged.plain(query, rules), atol=ragged.tolerance, rtol=0)
 
 
 def test_what_is_no_number_stays_with_its_sequence() -> None:

@@ -14,7 +14,9 @@
 #include <limits>
 #include <vector>
 
-#if defined(__AVX512F__)
+// The floats of a vector; -DLANES tries those of another processor.
+#if defined(LANES)
+#elif defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
 #define LANES 8
@@ -43,6 +45,13 @@ inline Vec broadcast(float value) { return value - Vec{}; }
 #if LANES >= 8
 typedef float Eight __attribute__((vector_size(32)));
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLED(first, second, ...) __builtin_shufflevector(first, second, __VA_ARGS__)
+#else
+typedef int32_t EightInts __attribute__((vector_size(32)));
+#define SHUFFLED(first, second, ...) __builtin_shuffle(first, second, EightInts{__VA_ARGS__})
+#endif
+
 inline Eight fold(Vec value) {
     float parts[LANES];
     std::memcpy(parts, &value, sizeof parts);
@@ -59,9 +68,9 @@ inline float sum(Vec value) {
 
 inline void sum4(Vec first, Vec second, Vec third, Vec fourth, float* to) {
     const Eight a = fold(first), b = fold(second), c = fold(third), d = fold(fourth);
-    const Eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    const Eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
-    const Eight all = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    const Eight ab = SHUFFLED(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLED(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight cd = SHUFFLED(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLED(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+    const Eight all = SHUFFLED(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLED(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
     for (int i = 0; i < 4; ++i) to[i] = all[i] + all[i + 4];
 }
 #else

@@ -69,15 +69,18 @@ def register() -> None:
     """Builds it, and makes it torch.ops.paceline.paged_attention; once is enough. Raises NoKernelError."""
     if _LIBRARIES:
         return
-    function = load(_SOURCE).paceline_paged_attention
-    function.argtypes, function.restype = (ctypes.POINTER(_Shape), ctypes.POINTER(_Batch)), None
+    operator = build_operator()
     library = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call] # it has no annotations
     library.define(_SCHEMA)  # type: ignore[no-untyped-call]
-    library.impl("paged_attention", _operator(function), "CPU")  # type: ignore[no-untyped-call]
+    library.impl("paged_attention", operator, "CPU")  # type: ignore[no-untyped-call]
     _LIBRARIES.append(library)
 
 
-def _operator(function: Callable[..., None]) -> Callable[..., Tensor]:
+def build_operator() -> Callable[..., Tensor]:
+    """The function of the operator's schema, without torch's knowing of it. Raises NoKernelError."""
+    function = load(_SOURCE).paceline_paged_attention
+    function.argtypes, function.restype = (ctypes.POINTER(_Shape), ctypes.POINTER(_Batch)), None
+
     def paged_attention(  # noqa: PLR0913, PLR0917 - the operator's schema
         query: Tensor,
         keys: Tensor,
