@@ -121,9 +121,9 @@ async def test_a_local_request_takes_the_decode_tier_only() -> None:
 async def test_a_long_local_prompt_says_how_far_it_is() -> None:
     """As one that is computed apart; its worker has the whole of it on its account until it is done."""
     progress_of = [SequenceEvent(progress=SequenceProgress(computed_tokens=number)) for number in (8, 16)]
-    script = decode_that(0, decode_started(), *progress_of, tokens(0, WHOLE, ends=True))
+    outputs = tokens(0, WHOLE[:1]), tokens(1, WHOLE[1:], ends=True)
     async with scripted_cluster(disaggregate="never") as cluster:
-        cluster.decode[0].decode_scripts.append(script)
+        cluster.decode[0].decode_scripts.append(decode_that(0, decode_started(), *progress_of, *outputs))
         events, assigned = list[DispatchEvent](), list[int]()
         async with aclosing(cluster.dispatcher.run(cluster.job(SPEC))) as running:
             async for event in running:
@@ -133,6 +133,9 @@ async def test_a_long_local_prompt_says_how_far_it_is() -> None:
         PromptProgress(8),
         PromptProgress(16),
     ]
+    assert sum(isinstance(event, PromptComputed) for event in events) == 1
+    untold = sum(isinstance(event, Placed | PromptProgress) for event in events)
+    assert untold == 3 and len(set(assigned[:untold])) == 1 and assigned[untold] < assigned[0], assigned
     assert token_ids(events) == WHOLE
 
 
