@@ -184,7 +184,9 @@ async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[
             yield PacelineTarget(client), args.vocab_size
         return
     model = resolve_model(args.model, say)
-    vocab_size = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    # Of a model of text and more, it is its text part's.
+    vocab_size = int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
     config = UpConfig(
         topology=args.topology, dtype=args.dtype, runner=args.runner, config=args.config, port=0
     )
