@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import (
+    DeadlineError,
     DrainingError,
     EngineFailedError,
     KvError,
@@ -18,6 +19,7 @@ from paceline.core.errors import (
 )
 from paceline.core.prefix import PrefixHint
 from paceline.core.request import SequenceId, SequenceSpec
+from paceline.core.ticket import KvTicket
 from paceline.prefix_index.index import PrefixLookup
 from paceline.runtime.channels import Channels
 from paceline.runtime.log import get_logger
@@ -156,6 +158,7 @@ class Dispatcher:
                             job.timeline.note_started(response.started)
                             num_cached = response.started.cached_tokens
                             ticket = ticket_from_proto(response.started.ticket)
+                            _require_own(ticket, worker)
                             handle = link.submit(job.at(self._clock(), spec), ticket)
                         case "progress":
                             yield PromptProgress(response.progress.computed_tokens)
@@ -164,7 +167,9 @@ class Dispatcher:
                         case "result":
                             yield PromptComputed(num_cached, worker.key.worker_id, scores.take())
                             for first in response.result.first_tokens:
-                                yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
+                                # One that is none of them leaves a gap, which decode's tokens show.
+                                if first.candidate in job.candidates:
+                                    yield self._accept(job, first_tokens(first, index=len(spec.output_ids)))
                             if not job.candidates:
                                 return
             handle = _require_begun(handle, worker)
@@ -221,11 +226,13 @@ class Dispatcher:
     # -- choosing workers
 
     async def _route(self, job: Job, *, patient: bool) -> Route:
-        """Places an attempt. A patient one waits for a worker to come back, for a while."""
+        """Places an attempt. A patient one waits for a worker to come back, for a while and not past its deadline."""
         if not patient:
             return await self._place(job)
+        wait_s, left_s = self._config.recovery_wait_s, job.time_left_s(self._clock())
+        is_short = left_s is not None and left_s < wait_s
         try:
-            async with asyncio.timeout(self._config.recovery_wait_s):
+            async with asyncio.timeout(left_s if is_short else wait_s):
                 while True:
                     # Taken before the look: who comes or goes after it still wakes us.
                     changed = self._registry.changed
@@ -233,7 +240,9 @@ class Dispatcher:
                         return await self._place(job)
                     await changed.wait()
         except TimeoutError:
-            raise NoEndpointError(f"no worker came back within {self._config.recovery_wait_s:g} s") from None
+            if is_short:
+                raise DeadlineError("queued") from None
+            raise NoEndpointError(f"no worker came back within {wait_s:g} s") from None
 
     async def _place(self, job: Job) -> Route:
         if self._registry.served is None:
@@ -259,6 +268,12 @@ class Dispatcher:
         if handle is None or not handle.has_kv:
             # Also without a ticket: all may be computed there, and only the news of it was not read.
             self._lease_release.start(worker.address, worker.key.boot_epoch, sequence_id)
+
+
+def _require_own(ticket: KvTicket, worker: WorkerView) -> None:
+    """Its tokens go to the client before a decode worker compares what it pulls: another process may be at its address by now."""
+    if ticket.fingerprint.digest() != worker.fingerprint:
+        raise PeerLostError(f"{worker.key.worker_id} serves something else than it has said")
 
 
 def _require_begun(handle: DecodeHandle | None, worker: WorkerView) -> DecodeHandle:

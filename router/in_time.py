@@ -13,6 +13,8 @@ from router.views import Ask, QueueFacts, WorkerView
 Rule = Literal["deadline", "delay", "realtime"]
 # BATCH requests give way from this share of what REALTIME requests are promised.
 _BATCH_SHARE = 0.5
+# What a worker says of its queue may be any number; a delay that nobody could wait for is as good as a longer one.
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +162,4 @@ def _later(seconds: float, best: Forecast) -> float:
 
 def _rounded(seconds: float) -> float:
     # Up to the next millisecond: who comes a moment too early is refused again.
-    return math.ceil(seconds * 1000) / 1000
+    return math.ceil(min(seconds, _LONGEST_S) * 1000) / 1000

@@ -143,14 +143,15 @@ class Job:
             output_ids=self.output_ids,
             candidates=self.candidates,
             prompt_logprobs=self.owes_prompt_logprobs,
-            time_budget_s=self._time_left_s(now_s),
+            time_budget_s=self.time_left_s(now_s),
         )
 
     def at(self, now_s: float, spec: SequenceSpec) -> SequenceSpec:
         """What an attempt sends later than its beginning: the same, with less time left."""
-        return spec if self.deadline_s is None else replace(spec, time_budget_s=self._time_left_s(now_s))
+        return spec if self.deadline_s is None else replace(spec, time_budget_s=self.time_left_s(now_s))
 
-    def _time_left_s(self, now_s: float) -> float | None:
+    def time_left_s(self, now_s: float) -> float | None:
+        """Until its deadline; None without one."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - now_s)
 
     def accept(self, first_index: int, token_ids: tuple[int, ...], candidate: int = 0) -> tuple[int, ...]:

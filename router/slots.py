@@ -99,7 +99,7 @@ class RedisSlots:
         reply: object = None
         try:
             reply = await self._calls.answer(taking, self._budget_s)
-            if reply == 0 or (reply != 1 and not self._has_share(tenant, most)):
+            if reply == 0 or not self._has_room(tenant, most, is_shared=reply == 1):
                 raise _full(most)
             self._held[tenant].add(slot)
             yield
@@ -141,8 +141,13 @@ class RedisSlots:
             if not self._released[tenant]:
                 del self._released[tenant]
 
-    def _has_share(self, tenant: str, most: int) -> bool:
-        return len(self._held.get(tenant, ())) < max(1, most // self._num_routers)
+    def _has_room(self, tenant: str, most: int, *, is_shared: bool) -> bool:
+        """Whether this router may hold one more: its share, or all that there is where the server has counted.
+
+        A server that was emptied knows nothing of what is held until the next renewal.
+        """
+        share = most if is_shared else max(1, most // self._num_routers)
+        return len(self._held.get(tenant, ())) < share
 
     def _let_go(self, tenant: str, slot: str) -> None:
         if tenant in self._held:

@@ -143,7 +143,8 @@ def read_tenants(file: str) -> TenantTable:
         content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{_SETTING}: cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # Also a number of thousands of digits, and lists in lists without end.
         raise ConfigError(f"{_SETTING}: {file} is not valid TOML: {error}") from error
     tenants = content.get("tenants")
     if content.keys() != {"tenants"} or not isinstance(tenants, dict) or not tenants:

@@ -145,6 +145,8 @@ def _load(directory: Path) -> "PreTrainedTokenizerFast":
         raise ConfigError(f"cannot load the tokenizer in {directory}: {why}") from error
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {directory} has no tokenizer.json, which Paceline needs")
+    # How long a prompt may be workers say. Past its own number the library would speak, in lines that are none of our log's.
+    tokenizer.model_max_length = sys.maxsize
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 

@@ -33,11 +33,13 @@ class Watch:
         self._pause_s = _FIRST_PAUSE_S
         self._reasons.clear()
 
-    def complain(self, error: PacelineError) -> None:
-        """Logs why nobody of ours is there."""
-        if error.reason not in self._reasons:
-            log.warning("worker_unreachable", address=self.address, reason=error.reason, error=str(error))
+    def complain(self, error: PacelineError) -> bool:
+        """Logs why nobody of ours is there; whether that is news."""
+        if error.reason in self._reasons:
+            return False
         self._reasons.add(error.reason)
+        log.warning("worker_unreachable", address=self.address, reason=error.reason, error=str(error))
+        return True
 
     def next_pause_s(self) -> float:
         """How long to wait before the next look."""

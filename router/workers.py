@@ -12,7 +12,7 @@ from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import FingerprintMismatchError, PacelineError, PeerLostError
 from paceline.core.prefix import WorkerKey
 from paceline.runtime.channels import Channels
-from paceline.runtime.grpc_status import error_from_rpc
+from paceline.runtime.grpc_status import as_paceline_error, error_from_rpc
 from paceline.runtime.log import get_logger
 from paceline.runtime.wire_internal import fingerprint_from_proto
 from paceline.v1 import inference_pb2, worker_pb2
@@ -74,6 +74,10 @@ class WorkerRegistry:
                     await self._follow(watch)
                 except PacelineError as error:
                     watch.complain(error)
+                except Exception as error:
+                    # A bug of ours, or a worker that says what cannot be: it may be well the next time.
+                    if watch.complain(as_paceline_error(error)):
+                        log.exception("task_failed", address=address)
                 self._note_state(watch, "away")
                 if not is_named():
                     break

@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from paceline.core import errors
 
 DOMAIN = "paceline"
+# A RetryInfo takes about ten thousand years.
+_LONGEST_DELAY_S = 1e9
 # What gRPC says where one side speaks TLS and the other does not, or one does not trust the other.
 _NOT_LET_IN = ("Socket closed", "handshake failed", "erification")
 _CHECK_TLS = "do both sides have --cluster-tls-cert, signed by one CA, for the name that is called?"
@@ -68,6 +72,14 @@ def _said(error: grpc.aio.AioRpcError) -> str:
     return f"{said} ({_CHECK_TLS})" if hangs_up else said
 
 
+def _seconds(text: str) -> float:
+    """Of a delay that can be passed on; raises ValueError for what is none, NaN included."""
+    seconds = float(text)
+    if not 0 <= seconds <= _LONGEST_DELAY_S:
+        raise ValueError("no delay")
+    return seconds
+
+
 # What a process of ours may hear from another and understand: made of its message, its name and its facts.
 _UNDERSTOOD: dict[str, Callable[[str, str, Mapping[str, str]], errors.PacelineError]] = {
     errors.KvChecksumError.reason: lambda _, __, facts: errors.KvChecksumError(
@@ -82,7 +94,7 @@ _UNDERSTOOD: dict[str, Callable[[str, str, Mapping[str, str]], errors.PacelineEr
     errors.EngineFailedError.reason: lambda message, peer, _: errors.EngineFailedError(f"{peer}: {message}"),
     errors.DeadlineError.reason: lambda _, __, facts: errors.DeadlineError(facts.get("phase", "decode")),
     errors.QueueFullError.reason: lambda message, _, facts: errors.QueueFullError(
-        message, retry_after_s=float(facts.get("retry_after_s", "1"))
+        message, retry_after_s=_seconds(facts.get("retry_after_s", "1"))
     ),
     errors.InvariantError.reason: lambda message, peer, _: errors.InvariantError(f"{peer}: {message}"),
 }
@@ -92,10 +104,14 @@ def error_from_reason(
     reason: str, message: str, peer: str, facts: Mapping[str, str] = MappingProxyType({})
 ) -> errors.PacelineError:
     """What another of our processes says has gone wrong there; an unknown reason means that it is lost to us."""
+    lost = errors.PeerLostError(f"{peer} is lost: {message}")
     understood = _UNDERSTOOD.get(reason)
     if understood is None:
-        return errors.PeerLostError(f"{peer} is lost: {message}")
-    return understood(message, peer, facts)
+        return lost
+    try:
+        return understood(message, peer, facts)
+    except ValueError:  # a fact is not the number that it should be
+        return lost
 
 
 def as_paceline_error(error: BaseException) -> errors.PacelineError:
@@ -128,7 +144,9 @@ def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
     info = error_details_pb2.ErrorInfo()
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            for detail in status_pb2.Status.FromString(value).details:
-                if detail.Unpack(info):
-                    return info
+            # What is no status says nothing; the code is there all the same.
+            with suppress(DecodeError):
+                for detail in status_pb2.Status.FromString(value).details:
+                    if detail.Unpack(info):
+                        return info
     return info

@@ -1,9 +1,10 @@
 """How fast a worker is, as messages and as values. What another process says is not trusted to be a number that makes sense."""
 
-from math import isfinite
-
 from paceline.core.pace import ByClass, FastLane, Pace, PendingTokens
 from paceline.v1 import worker_pb2
+
+# More seconds for a step, and more tokens in a second, than any worker has.
+_MOST = 1e9
 
 
 def pace_to_proto(pace: Pace) -> worker_pb2.Pace:
@@ -30,7 +31,8 @@ def pace_of(load: worker_pb2.WatchLoadResponse) -> Pace | None:
     said = load.pace
     times = (said.step_s, said.decode_s, said.prompt_token_s, said.turn_s)
     rates = (said.realtime_tokens_per_s, said.standard_tokens_per_s, said.batch_tokens_per_s)
-    is_known = load.HasField("pace") and all(isfinite(number) and number >= 0 for number in (*times, *rates))
+    # Written so that NaN is none either.
+    is_known = load.HasField("pace") and all(0 <= number < _MOST for number in (*times, *rates))
     return Pace(*times, rates) if is_known and said.step_s + said.prompt_token_s > 0 else None
 
 

@@ -669,6 +669,19 @@ async def test_waiting_for_a_worker_is_bounded() -> None:
             await running
 
 
+async def test_nobody_waits_for_a_worker_past_a_deadline() -> None:
+    """While nobody comes back a deadline may pass, which is told as one, with its phase."""
+    async with scripted_cluster() as cluster:
+        cluster.decode[0].decode_scripts.append(decode_that(2))
+        running = asyncio.create_task(cluster.run(cluster.job(SPEC, deadline_s=cluster.clock() + 30)))
+        await cluster.decode[0].until(lambda: cluster.decode[0].submits != [])
+        cluster.clock.advance(29.9)
+        await cluster.decode[0].stop()
+        with pytest.raises(DeadlineError) as caught:
+            await running
+    assert caught.value.phase == "queued"
+
+
 async def _until_asked(worker: ScriptedWorker) -> None:
     await worker.until(lambda: worker.prefills != [])
 

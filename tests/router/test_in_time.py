@@ -141,6 +141,12 @@ def test_a_realtime_request_that_is_too_long_for_the_promise_is_judged_like_a_st
     assert _refused(REALTIME, _busy(1500, 0, 0), bounds=BOUNDS, num_tokens=5000).rule == "realtime"
 
 
+def test_a_delay_can_be_told_however_much_is_queued() -> None:
+    """Whatever number a worker says: a RetryInfo holds no more than ten thousand years."""
+    found = _refused(BATCH, _busy(0, 2**64 - 1, 0), bounds=BOUNDS)
+    assert found.retry_after_s == 1e9
+
+
 # -- what is not known
 
 

@@ -167,3 +167,15 @@ async def test_a_slot_comes_back_however_its_block_ends(routers: list[RedisSlots
                 raise ValueError("a bug")
         await routers[0].tell(with_held=False)
         assert await num_free(slots, 1) == 1
+
+
+async def test_an_emptied_server_gives_no_router_more_than_there_is(
+    routers: list[RedisSlots], table: Redis
+) -> None:
+    """It has forgotten what is held; the router that holds it has not."""
+    one, _ = routers
+    async with one.hold("acme", 3), one.hold("acme", 3):
+        await table.flushall()
+        assert await num_free(one) == 1
+    await one.tell(with_held=False)
+    assert await num_free(one) == 3

@@ -107,6 +107,8 @@ def test_a_tenant_has_what_its_table_says(file: Path) -> None:
         ("tenants = 3", "one table for each tenant"),
         ("[tenants]\n[other]\n", "one table for each tenant"),
         ("[tenants.acme", "not valid TOML"),
+        pytest.param(f"number = {'9' * 5000}", "not valid TOML", id="a number of 5,000 digits"),
+        pytest.param(f"lists = {'[' * 3000}", "not valid TOML", id="3,000 lists in each other"),
         ("[tenants.acme]\n", "key_hashes"),
         ("[tenants.acme]\nkey_hashes = []\n", "key_hashes"),
         ('[tenants.acme]\nkey_hashes = ["SECRET"]\n', "key_hashes"),

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from paceline.core.clock import ManualClock, monotonic
 from paceline.core.fingerprint import ModelFingerprint
@@ -113,6 +114,18 @@ async def test_a_decode_worker_is_not_offered_once_its_stream_has_broken() -> No
             await anext(handle)
         assert cluster.registry.views(DECODE) == []
         assert cluster.registry.link(WorkerKey(WorkerId("decode-0"), BootEpoch(1))) is None
+
+
+async def test_a_bug_does_not_end_the_search_for_a_worker() -> None:
+    """Where no channel can be made, for one: it is told once, and the address is asked again like any other."""
+    nowhere = "unix:\ud800"
+    async with scripted_cluster() as cluster:
+        with capture_logs() as logs:
+            cluster.watch(nowhere, DECODE)
+            async with asyncio.timeout(10):
+                while cluster.registry.state(nowhere, DECODE) != "away":
+                    await cluster.registry.changed.wait()
+        assert [entry["event"] for entry in logs] == ["worker_unreachable", "task_failed"]
 
 
 async def test_a_worker_of_another_tier_is_not_taken() -> None:

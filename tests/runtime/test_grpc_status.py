@@ -170,6 +170,21 @@ def test_a_reason_without_facts_is_still_understood() -> None:
     assert error_from_reason("NEVER_HEARD_OF", "a message", "worker-0").reason == "PEER_LOST"
 
 
+@pytest.mark.parametrize(
+    ("reason", "facts"),
+    [
+        ("KV_CHECKSUM", {"ordinal": "first"}),
+        ("QUEUE_FULL", {"retry_after_s": "soon"}),
+        ("QUEUE_FULL", {"retry_after_s": "nan"}),
+        ("QUEUE_FULL", {"retry_after_s": "-1"}),
+        ("QUEUE_FULL", {"retry_after_s": "1e300"}),
+    ],
+)
+def test_facts_that_make_no_sense_are_a_lost_peer(reason: str, facts: dict[str, str]) -> None:
+    """They are neither a bug here nor passed on."""
+    assert error_from_reason(reason, "a message", "worker-0", facts).reason == "PEER_LOST"
+
+
 def test_any_exception_has_a_status() -> None:
     """Ours stays itself, a cancellation is one, and everything else is a bug of ours whose text stays here."""
     ours = errors.KvLostError("gone")

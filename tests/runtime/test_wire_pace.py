@@ -27,7 +27,7 @@ def test_what_is_said_is_understood() -> None:
 
 
 @pytest.mark.parametrize("field", ["step_s", "decode_s", "prompt_token_s", "turn_s", "batch_tokens_per_s"])
-@pytest.mark.parametrize("number", [nan, inf, -1.0])
+@pytest.mark.parametrize("number", [nan, inf, -1.0, 1e300])
 def test_what_is_no_time_is_not_known(field: str, number: float) -> None:
     """Nobody is refused for a number that a worker cannot have measured."""
     said = pace_to_proto(PACE)
