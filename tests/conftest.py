@@ -49,6 +49,7 @@ def node_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("node")
     skip_installed = shutil.ignore_patterns("node_modules")
     shutil.copytree(ROOT / "examples" / "node", root / "examples" / "node", ignore=skip_installed)
+    shutil.copytree(ROOT / "examples" / "protos", root / "examples" / "protos")
     shutil.copytree(ROOT / "protos", root / "protos")
     directory = root / "examples" / "node"
     subprocess.run([npm or "npm", "ci"], cwd=directory, check=True, capture_output=True, timeout=100)

@@ -46,7 +46,9 @@ async def chat_answer(cluster: Cluster, max_tokens: int) -> tuple[str, tuple[int
 async def test_node_gets_the_same_answer(idle_fake_cluster: Cluster, node_example: Path) -> None:
     """The Node example streams what the Python client gets, from the same server."""
     text, token_ids = await chat_answer(idle_fake_cluster, 100)
-    status, out, err = await run("node", node_example / "generate.mjs", QUESTION, idle_fake_cluster.address)
+    status, out, err = await run(
+        "node", node_example / "generate.mjs", "--address", idle_fake_cluster.address, QUESTION
+    )
     assert (status, out) == (0, text), err
     assert f"{len(token_ids)} tokens" in err
 
@@ -73,7 +75,8 @@ async def test_grpcurl_needs_no_protos(idle_fake_cluster: Cluster) -> None:
 async def test_the_python_example_runs(idle_fake_cluster: Cluster) -> None:
     """The example for Python prints an answer and where it came from."""
     status, _, err = await run(
-        sys.executable, ROOT / "examples" / "python" / "generate.py", QUESTION, idle_fake_cluster.address
+        *(sys.executable, ROOT / "examples" / "python" / "generate.py"),
+        *("--address", idle_fake_cluster.address, QUESTION),
     )
     assert status == 0, err
     assert "prefill-0 -> decode-0" in err

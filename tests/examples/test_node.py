@@ -4,8 +4,11 @@ import asyncio
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
-from tests.fake_inference import ENDLESS, TOO_LONG, FakeInference
+from tests.examples.clients import REFUSED
+from tests.fake_inference import ENDLESS, FULL, FakeInference
 
 
 async def _run(node_example: Path, *args: str) -> tuple[int | None, str, str]:
@@ -18,29 +21,39 @@ async def _run(node_example: Path, *args: str) -> tuple[int | None, str, str]:
 
 async def test_the_example_streams_an_answer(node_example: Path, fake_inference: FakeInference) -> None:
     """Text goes to stdout, the finish and its usage to stderr, and the process ends by itself."""
-    status, out, err = await _run(node_example, "one two", fake_inference.address)
+    status, out, err = await _run(node_example, "--address", fake_inference.address, "one two")
     assert (status, out) == (0, "one two")
     assert err == "\nFINISH_REASON_STOP: 2 tokens, 2 cached, prefill-0 -> decode-0\n"
 
 
-async def test_the_example_shows_an_error(node_example: Path, fake_inference: FakeInference) -> None:
-    """A refusal is one line on stderr and exit 1."""
-    status, out, err = await _run(node_example, TOO_LONG, fake_inference.address)
-    assert (status, out) == (1, "")
-    assert err.endswith("shorten it (INVALID_ARGUMENT)\n")
+async def test_the_example_shows_a_refusal(node_example: Path, fake_inference: FakeInference) -> None:
+    """Message, reason, facts and when to come again are on stderr, and the exit status is 1."""
+    answer = await _run(node_example, "--address", fake_inference.address, FULL)
+    assert answer == (1, "", REFUSED)
+
+
+async def test_the_example_sends_the_key_of_the_environment(
+    node_example: Path, fake_inference: FakeInference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PACELINE_API_KEY goes with the call."""
+    monkeypatch.setenv("PACELINE_API_KEY", "paceline-key")
+    await _run(node_example, "--address", fake_inference.address, "one")
+    assert fake_inference.keys == ["Bearer paceline-key"]
 
 
 async def test_ctrl_c_cancels_on_the_server(node_example: Path, fake_inference: FakeInference) -> None:
     """SIGINT ends the call, and the server's handler is cancelled."""
     process = await asyncio.create_subprocess_exec(
-        "node", node_example / "generate.mjs", ENDLESS, fake_inference.address, stdout=PIPE, stderr=PIPE
+        *("node", node_example / "generate.mjs", "--address", fake_inference.address, ENDLESS),
+        stdout=PIPE,
+        stderr=PIPE,
     )
     assert process.stdout is not None
     await process.stdout.readuntil(ENDLESS.encode())
     process.send_signal(2)
-    await process.communicate()
+    _, err = await process.communicate()
     await fake_inference.cancelled.wait()
-    assert process.returncode == 1
+    assert (process.returncode, err) == (130, b"\ncancelled\n")
 
 
 def test_the_lock_file_names_no_host() -> None:
