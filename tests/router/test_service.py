@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -130,6 +130,22 @@ async def test_what_we_have_lost_costs_only_the_tokens_that_came(
     rate = Rate(1000, 1000)
     assert limiter.pour("tokens:acme", rate, 1000 - num_tokens) == 0
     assert limiter.pour("tokens:acme", rate, 1) > 0
+
+
+class Deaf(Call):
+    """A call whose client takes nothing, not even its end."""
+
+    async def abort_with_status(self, status: Any) -> NoReturn:
+        """Waits for ever."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+async def test_a_client_that_does_not_hear_its_end_keeps_nothing_here(router: WholeRouter) -> None:
+    """The handler ends all the same, and lets go of all that the client has sent."""
+    async with asyncio.timeout(20):
+        await router.generate(b"no request", Deaf())
+    assert router.service.stats().num_ended == {"BAD_PROMPT": 1}
 
 
 class Broken(Call):
