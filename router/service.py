@@ -1,5 +1,6 @@
 """InferenceService: turns messages into requests or refuses them, and streams what comes of them."""
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -36,6 +37,8 @@ from router.workers import WorkerRegistry
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 _MAX_TOKENIZING = 8
+# Long for a client that reads, whose status is on its way at once.
+_FAREWELL_S = 1.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _FAULTS = (NoEndpointError, DrainingError, PeerLostError, EngineFailedError, InvariantError)
@@ -201,9 +204,14 @@ async def _status_of_errors(context: _Context, request_id: str) -> AsyncIterator
 
 
 async def _abort(context: _Context, error: PacelineError) -> None:
-    """It waits for as long as a client that does not read is connected; who is gone need not hear of it."""
-    with suppress(grpc.aio.InternalError):
-        await abort_with(context, error)
+    """Who is gone need not hear of it.
+
+    A client that does not read could let this wait for as long as it is connected, and all that it has sent would stay with us. gRPC
+    has the status by then, and gives it to a client that reads later.
+    """
+    with suppress(grpc.aio.InternalError, TimeoutError):
+        async with asyncio.timeout(_FAREWELL_S):
+            await abort_with(context, error)
 
 
 def _num_used(call: Call, ended: str) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from paceline.core.request import FinishReason, FirstToken, SequenceSpec, TokenL
 from paceline.core.ticket import KvTicket
 from paceline.runtime.grpc_status import abort_with
 from paceline.runtime.wire_internal import (
+    fingerprint_from_proto,
     fingerprint_to_proto,
     finish_reason_to_proto,
     first_token_to_proto,
@@ -299,7 +301,8 @@ class ScriptedWorker(
 def ticket_of(worker: ScriptedWorker, spec: SequenceSpec) -> KvTicket:
     """The ticket of an attempt."""
     name = f"lease-{spec.sequence_id.request_id}-{spec.sequence_id.attempt}"
-    return make_ticket(name, owner_address=worker.address)
+    fingerprint = fingerprint_from_proto(worker.info.fingerprint)
+    return replace(make_ticket(name, owner_address=worker.address), fingerprint=fingerprint)
 
 
 def started(worker: ScriptedWorker, spec: SequenceSpec) -> prefill_pb2.PrefillResponse:

@@ -388,6 +388,22 @@ async def test_the_only_decode_worker_is_waited_for() -> None:
     assert _placed(events) == [(0, ""), (1, "PEER_LOST")]
 
 
+async def test_a_prefill_worker_whose_call_broke_has_a_moment_to_be_lost() -> None:
+    """Its load stream breaks a little later: meanwhile no attempt is wasted on it."""
+    async with scripted_cluster(1, 1) as cluster:
+        worker = cluster.prefill[0]
+        worker.prefill_scripts += [prefill_that(then=BreakStreamError())] * 3
+        running = asyncio.create_task(cluster.run(cluster.job(SPEC)))
+        await worker.until(lambda: len(worker.ended_prefills) == 1)
+        for _ in range(200):  # turns of the loop, in which attempts would follow each other
+            await asyncio.sleep(0)
+        worker.prefill_scripts.clear()
+        worker.break_load_streams()
+        events = await running
+    _require_whole(events)
+    assert _placed(events) == [(0, ""), (1, "PEER_LOST")]
+
+
 async def test_the_only_prefill_worker_is_waited_for() -> None:
     """The same for the other tier."""
     async with scripted_cluster(1, 1) as cluster:

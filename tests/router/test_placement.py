@@ -246,6 +246,10 @@ def test_a_cold_prompt_goes_where_the_ring_says() -> None:
     """The first of the key's order that is not too full; once anybody holds any of it, cost decides."""
     turn = Turn(0, ("p1", "p0"), ("d1", "d0"))
     assert _place(_prompt(), turn=turn) == ("p1", "d1")
+    # Also where another one would be a little sooner.
+    busier = [make_worker("p0", num_pending_tokens=990), make_worker("p1", num_pending_tokens=1000)]
+    assert _place(_prompt(), busier, turn=turn)[0] == "p1"
+    assert _place(_prompt(p0=1), busier, turn=turn)[0] == "p0"
     assert _place(_prompt(), [PREFILL[0], make_worker("p1", num_assigned_tokens=40)], turn=turn)[0] == "p0"
     assert _place(_prompt(p0=1), turn=turn)[0] == "p0"
     busy = [make_worker("d0"), make_worker("d1", num_running=2)]

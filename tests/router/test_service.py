@@ -3,16 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 
+from paceline.core.clock import ManualClock
+from paceline.core.errors import PeerLostError
 from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
+from router.hash_ring import HashRing, prompt_key
+from router.rate_limit import LocalRateLimiter, Rate
+from router.tenants import new_key
 from router.tokenizer import Tokenizer
 from tests.factories import make_spec
-from tests.router.whole import Call, EndedError, WholeRouter, whole_router
+from tests.router.scripted_workers import decode_that, failed
+from tests.router.whole import Books, Call, EndedError, WholeRouter, whole_router
 from tests.worker.bench import output_of
 
 SEEDED = SamplingParams(seed=4)
@@ -37,10 +43,9 @@ def spec_of(num_candidates: int = 1, max_tokens: int = 40) -> SequenceSpec:
 def request(max_tokens: int = 40, stop: tuple[str, ...] = (), **fields: Any) -> bytes:
     """A seeded request."""
     return inference_pb2.GenerateRequest(
-        token_ids=generation_pb2.TokenIds(ids=PROMPT),
         sampling=generation_pb2.SamplingParams(seed=4, temperature=1),
         stopping=generation_pb2.StopConditions(max_tokens=max_tokens, ignore_eos=True, stop=stop),
-        **fields,
+        **({"token_ids": generation_pb2.TokenIds(ids=PROMPT)} | fields),
     ).SerializeToString()
 
 
@@ -89,6 +94,58 @@ async def test_the_clients_own_name_for_a_request_is_a_label(router: WholeRouter
     for responses in streams:
         token_ids = [token for response in responses for token in response.delta.token_ids]
         assert token_ids == list(output_of(spec_of()))
+
+
+@pytest.mark.parametrize("num_decoded", [0, 2])
+async def test_what_we_have_lost_costs_only_the_tokens_that_came(
+    tiny_tokenizer_dir: Path, byte_level: Tokenizer, tmp_path: Path, num_decoded: int
+) -> None:
+    """A prompt whose answer no worker has ended is not charged; what its client has got of the answer is."""
+    key, digest = new_key()
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[tenants.acme]\nkey_hashes = ["{digest}"]\ntokens_per_minute = 1000\n')
+    limiter, names = LocalRateLimiter(ManualClock()), ("decode-0", "decode-lost")
+    # Begins so that it belongs to the worker that loses it.
+    prompt = next(
+        (n, *PROMPT)
+        for n in range(100)
+        if next(HashRing.of(names).walk(prompt_key((n, *PROMPT), ""))) == names[1]
+    )
+    call = Call((("authorization", f"Bearer {key}"),))
+    async with whole_router(
+        tiny_tokenizer_dir,
+        byte_level,
+        scripted=names[1:],
+        books=Books(limiter),
+        tenants=str(file),
+        disaggregate="never",
+        max_attempts=1,
+    ) as router:
+        lost = router.scripted[names[1]]
+        lost.decode_scripts.append(decode_that(num_decoded, failed(PeerLostError("gone"))))
+        with pytest.raises(EndedError) as caught:
+            await router.generate(request(token_ids=generation_pb2.TokenIds(ids=prompt)), call)
+    assert (caught.value.reason, len(lost.submits)) == ("PEER_LOST", 1)
+    num_tokens = sum(len(response.delta.token_ids) for response in call.responses)
+    rate = Rate(1000, 1000)
+    assert limiter.pour("tokens:acme", rate, 1000 - num_tokens) == 0
+    assert limiter.pour("tokens:acme", rate, 1) > 0
+
+
+class Deaf(Call):
+    """A call whose client takes nothing, not even its end."""
+
+    async def abort_with_status(self, status: Any) -> NoReturn:
+        """Waits for ever."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+
+async def test_a_client_that_does_not_hear_its_end_keeps_nothing_here(router: WholeRouter) -> None:
+    """The handler ends all the same, and lets go of all that the client has sent."""
+    async with asyncio.timeout(20):
+        await router.generate(b"no request", Deaf())
+    assert router.service.stats().num_ended == {"BAD_PROMPT": 1}
 
 
 class Broken(Call):
