@@ -8,6 +8,7 @@ The API key, for a server that wants one, is in PACELINE_API_KEY. Ctrl-C cancels
 import argparse
 import asyncio
 import os
+import signal
 import sys
 
 from paceline.client import DEFAULT_ADDRESS, PacelineClient
@@ -16,7 +17,10 @@ from paceline.v1 import generation_pb2, inference_pb2
 
 
 async def generate(address: str, prompt: str) -> None:
-    """Asks one question."""
+    """Asks one question. Ctrl-C is the event loop's own, which it wakes up for at once."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     async with PacelineClient(address, api_key=os.environ.get("PACELINE_API_KEY")) as client:
         messages = [{"role": "user", "content": prompt}]
         async for event in client.generate(messages, temperature=0, max_tokens=100):
@@ -57,7 +61,7 @@ def main() -> int:
     except PacelineRpcError as error:
         show_refusal(error)
         return 1
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:
         print("\ncancelled", file=sys.stderr)
         return 130
     return 0

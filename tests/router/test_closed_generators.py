@@ -14,12 +14,12 @@ from tests.worker.bench import output_of
 
 
 class Leaver(Call):
-    """A client that goes with the second piece of its answer."""
+    """A client that goes with the first piece of its answer: fast ones may have no second."""
 
     async def write(self, message: Any) -> None:
         """Takes all until then."""
         await super().write(message)
-        if sum(response.HasField("delta") for response in self.responses) == 2:
+        if any(response.HasField("delta") for response in self.responses):
             raise asyncio.CancelledError
 
 
