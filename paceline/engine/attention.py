@@ -80,16 +80,18 @@ def attend_by_sequence(
     else:
         contexts = [gather_by_head(context.cache, layer, part, query.dtype) for part in queries]
     parts = [
-        attend(
-            query[0, :, part.first : part.last],
-            keys,
-            values,
-            rules,
-            num_left_out=part.context - keys.shape[1],
-        )
+        attend_part(query, part, keys, values, rules)
         for part, (keys, values) in zip(queries, contexts, strict=True)
     ]
     return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(0)
+
+
+def attend_part(
+    query: Tensor, part: QueryRange, keys: Tensor, values: Tensor, rules: AttentionRules
+) -> Tensor:
+    """The rows of one sequence, [num_heads, rows, value_dim], against what they see of its context, each [num_kv_heads, tokens, dim]."""
+    rows = query[0, :, part.first : part.last]
+    return attend(rows, keys, values, rules, num_left_out=part.context - keys.shape[1])
 
 
 def store_tokens(

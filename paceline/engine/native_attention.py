@@ -11,8 +11,8 @@ from paceline.engine.attention import (
     ATTENTION_NAME,
     AttentionContext,
     AttentionRules,
-    attend,
     attend_by_sequence,
+    attend_part,
     gather_by_head,
     store_tokens,
 )
@@ -60,14 +60,7 @@ def native_attention(
     for part in context.batch.queries:
         if part.last - part.first > 1:
             keys, values = gather_by_head(cache, layer, part, query.dtype)
-            found = attend(
-                query[0, :, part.first : part.last],
-                keys,
-                values,
-                rules,
-                num_left_out=part.context - keys.shape[1],
-            )
-            out[part.first : part.last] = found.transpose(0, 1)
+            out[part.first : part.last] = attend_part(query, part, keys, values, rules).transpose(0, 1)
     return out.unsqueeze(0), None
 
 

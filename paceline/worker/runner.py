@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
@@ -16,6 +16,9 @@ from paceline.runtime.memory import free_memory_bytes
 from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from paceline.engine.model_loader import LoadedModel
 
 log = get_logger()
 
@@ -57,26 +60,14 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
     from paceline.engine.exact.model import require_exact  # noqa: PLC0415
-    from paceline.engine.model_loader import load_model  # noqa: PLC0415
-    from paceline.engine.model_runner import ModelRunner, require_same_as_transformers  # noqa: PLC0415
+    from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
 
     # The log is for lines, and a bar is none.
     disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     torch.set_num_threads(config.threads or torch.get_num_threads())
     dtype = resolve_dtype(config.dtype)
-    loaded = load_model(
-        Path(config.model),
-        dtype,
-        config.block_size,
-        config.exactness,
-        config.kv_dtype,
-        config.mla,
-        config.attention,
-    )
-    # With a cache that rounds nothing: it is the model that is checked.
-    plain = replace(loaded.layout, dtype=dtype)
-    require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
+    loaded = _load_checked(config, dtype)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
     runner = ModelRunner(
         loaded.model, loaded.layout, capacity.num_blocks, tells_experts=config.group_by_experts
@@ -95,6 +86,26 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
+
+
+def _load_checked(config: WorkerConfig, dtype: str) -> "LoadedModel":
+    """The model, if it computes here what it computes by itself."""
+    from paceline.engine.model_loader import load_model  # noqa: PLC0415
+    from paceline.engine.model_runner import ModelRunner, require_same_as_transformers  # noqa: PLC0415
+
+    loaded = load_model(
+        Path(config.model),
+        dtype,
+        config.block_size,
+        config.exactness,
+        config.kv_dtype,
+        config.mla,
+        config.attention,
+    )
+    # With a cache that rounds nothing: it is the model that is checked.
+    plain = replace(loaded.layout, dtype=dtype)
+    require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
+    return loaded
 
 
 def _load_fake(config: WorkerConfig) -> LoadedRunner:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tune
-from benchmarks.serve import command as serve_command
+from benchmarks.serve import flags as serve_flags
 from benchmarks.simulator import cli as simulator_cli
 from decode_service.config import DecodeConfig
 from paceline import cli, health
@@ -50,7 +50,7 @@ def flags(capsys: pytest.CaptureFixture[str]) -> frozenset[str]:
     parsers = (
         simulator_cli.make_parser(),
         tune.make_parser(),
-        serve_command.make_parser(),
+        serve_flags.make_parser(),
         health.make_parser(),
         make_fetch_parser(),
     )

@@ -222,7 +222,7 @@ def test_a_row_is_the_same_bits_in_any_company(dtype: str) -> None:
 def test_vectors_of_every_width_equal_the_plain_form(
     lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of processors that this one is not."""
+    """Those of processors that this one is not; and a row is the same bits in any company there too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{' '.join(build._compiler())} -DLANES={lanes}")
     operator = paged_attention.build_operator()
@@ -232,6 +232,10 @@ def test_vectors_of_every_width_equal_the_plain_form(
         rules, query = AttentionRules(0.2, layer.view, 30.0, torch.randn(6)), ragged.query(6)
         found = ragged.native(query, rules, operator=operator)
         torch.testing.assert_close(found.float(), ragged.plain(query, rules), atol=ragged.tolerance, rtol=0)
+        for part in ragged.queries:
+            last = QueryRange(part.last - 1, part.last, part.context, part.block_tables)
+            alone = ragged.native(query, rules, [last], operator=operator)
+            assert torch.equal(alone[last.first], found[last.first])
 
 
 def test_what_is_no_number_stays_with_its_sequence() -> None:
@@ -340,7 +344,7 @@ def test_what_the_compiler_says_is_told(unbuilt: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_built_once(unbuilt: Path, tmp_path: Path) -> None:
-    """The next process takes it from the cache; another source is another library."""
+    """The next process takes it from the cache; another source, or another header beside it, is another library."""
     source = tmp_path / "small.cpp"
     source.write_text('extern "C" int answer() { return 1; }')
     assert build.load(source).answer() == 1
@@ -350,7 +354,12 @@ def test_it_is_built_once(unbuilt: Path, tmp_path: Path) -> None:
     assert library.stat().st_mtime_ns == before
     source.write_text('extern "C" int answer() { return 2; }')
     assert build.load(source).answer() == 2
-    assert len(list(unbuilt.iterdir())) == 2
+    (tmp_path / "value.h").write_text("#define VALUE 3")
+    source.write_text('#include "value.h"\nextern "C" int answer() { return VALUE; }')
+    assert build.load(source).answer() == 3
+    (tmp_path / "value.h").write_text("#define VALUE 4")
+    assert build.load(source).answer() == 4
+    assert len(list(unbuilt.iterdir())) == 4
 
 
 @pytest.fixture

@@ -124,7 +124,9 @@ def _cache_dir() -> Path:
 def _digest(source: Path, compiler: Sequence[str]) -> str:
     """Of everything that decides what is built: -march=native takes this processor's instructions."""
     version = _run([*compiler, "--version"]).stdout
-    parts = (source.read_text(encoding="utf-8"), " ".join([*compiler[1:], *_FLAGS]), version, _processor())
+    headers = sorted(source.parent.glob("*.h"))
+    texts = [file.read_text(encoding="utf-8") for file in (source, *headers)]
+    parts = (*texts, " ".join([*compiler[1:], *_FLAGS]), version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

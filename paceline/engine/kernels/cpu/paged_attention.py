@@ -99,25 +99,10 @@ def build_operator() -> Callable[..., Tensor]:
         0 is no softcap, or no window.
         """
         out = query.new_empty((*query.shape[:2], values.shape[3]))
-        _, block_size, num_kv_heads, key_dim = keys.shape
-        shape = _Shape(
-            len(sequences),
-            query.shape[1],
-            num_kv_heads,
-            key_dim,
-            values.shape[3],
-            block_size,
-            query.stride(0),
-            query.stride(1),
-            keys.stride(0),
-            values.stride(0),
-            window,
-            num_sink_tokens,
-            scaling,
-            softcap,
-            query.dtype is torch.bfloat16,
-            torch.get_num_threads(),
-        )
+        sizes = (len(sequences), query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1])
+        strides = (query.stride(0), query.stride(1), keys.stride(0), values.stride(0))
+        rules = (window, num_sink_tokens, scaling, softcap)
+        shape = _Shape(*sizes, *strides, *rules, query.dtype is torch.bfloat16, torch.get_num_threads())
         tensors = (query, keys, values, out, sequences, tables)
         batch = _Batch(*(each.data_ptr() for each in tensors), None if sinks is None else sinks.data_ptr())
         function(ctypes.byref(shape), ctypes.byref(batch))
