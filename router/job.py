@@ -24,7 +24,7 @@ SESSION_ID: Final = "paceline-session-id"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attempt has its workers; `is_local` means that the decode worker computes the prompt.
+    """An attempt's first worker has been asked; `is_local` means that the decode worker computes the prompt.
 
     `candidate` is the first one of those that it generates.
     """
