@@ -260,6 +260,8 @@ class Dispatcher:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
         workers = [view for role in _ROLES for view in self._registry.views(role)]
         facts = await self._lookup.facts(job, workers)
+        # Of a later attempt more may be known, and other workers are there.
+        job.held_blocks = None
         job.unplaced.close()
         # Looked at after the look-ups: what others were given meanwhile counts.
         return self._placer.place(facts, *(self._registry.views(role) for role in _ROLES))
