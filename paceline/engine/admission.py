@@ -174,8 +174,8 @@ class Admission:
         if not self._has_seats(1):
             queue.note_full(priority)
             return
-        now = self._room.num_available, self._room.num_steps
-        if bool(self._running) and queue.is_blocked(priority, *now, is_bound=self._is_bound):
+        now = self._room.now
+        if bool(self._running) and queue.is_blocked(priority, now, is_bound=self._is_bound):
             return
         if self._is_bound and self._is_shut(queue, priority):
             return
@@ -197,7 +197,7 @@ class Admission:
             if len(refused) >= _LOOK_AHEAD and self._is_bound:
                 break
         if refused and not has_admitted:
-            queue.note_blocked(priority, *now, is_bound=self._is_bound or self._has_parked)
+            queue.note_blocked(priority, now, is_bound=self._is_bound or self._has_parked)
 
     def _in_turn(self, queue: WaitingQueue, priority: Priority) -> Iterator[Sequence]:
         """Those of a lane and a class, without those that would wait for KV where that may not be."""
