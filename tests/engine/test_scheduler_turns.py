@@ -393,7 +393,7 @@ def test_many_mixes_of_tenants_are_served_evenly_and_without_a_stall(seed: int) 
 
 @pytest.mark.parametrize("priority", [Priority.STANDARD, Priority.REALTIME])
 def test_a_large_prompt_is_not_starved_while_leases_come_and_go(priority: Priority) -> None:
-    """On a prefill worker nothing is computed between two prompts; what leases hold comes back soon, and then the large one comes in."""
+    """On a prefill worker nothing is computed between two prompts; what leases hold comes back soon, and then the large one comes in, however urgent the small ones are."""
     bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, max_overtakes=3, aging_s=1.0)
     leases = deque[SequenceId]()
     large = make_spec("large", (2,) * 40, max_tokens=1, tenant="large", tenant_weight=3)
