@@ -81,10 +81,21 @@ class Intake:
             queue_position=visit.position,
             n=request.n,
         )
-        # Last of all: what is refused above costs no tokens. Both go to Redis and back at once; a look changes nothing.
-        num_tokens = len(prompt_ids) + request.n * job.spec.max_tokens
-        await asyncio.gather(visit.reserve(num_tokens), self._gate.look_up(job))
+        # Last of all: what is refused above costs no tokens.
+        await self._reserve(job, visit)
         return Call(request, job, output, visit)
+
+    async def _reserve(self, job: Job, visit: Visit) -> None:
+        """Takes the tokens, and asks the table meanwhile: both go to Redis and back at once, and a look changes nothing.
+
+        Tokens are taken by who gives them back in the end: nothing is on its way to be taken once this has failed.
+        """
+        looking = asyncio.create_task(self._gate.look_up(job))
+        try:
+            await visit.reserve(len(job.spec.prompt_ids) + len(job.spec.candidates) * job.spec.max_tokens)
+            await looking
+        finally:
+            looking.cancel()
 
     async def _require_time(self, job: Job, visit: Visit) -> None:
         """Whoever is refused here is not charged."""

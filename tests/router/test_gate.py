@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.block_hash import BlockHash, chain_root, hash_full_blocks
 from paceline.core.clock import ManualClock, monotonic
-from paceline.core.errors import DeadlineError, QueueFullError, RateLimitedError
+from paceline.core.errors import DeadlineError, QueueFullError, RateLimitedError, ScopeForbiddenError
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, Priority, RequestId, WorkerId
@@ -32,6 +32,7 @@ from tests.router.cluster import PREFILL, ScriptedCluster, scripted_cluster
 PACE = worker_pb2.Pace(step_s=0.01, decode_s=0.001, prompt_token_s=0.01)
 SPEC = make_spec("r", tuple(range(1, 81)), max_tokens=4)
 ONCE_A_MINUTE = Tenant("acme", requests=Rate(1, 1), tokens=Rate(60, 84))
+TOKENS_ONLY, TOO_FEW = Tenant("tokens", tokens=Rate(1, 84)), Tenant("few", tokens=Rate(1, 83))
 
 
 class CountingIndex(MemoryPrefixIndex):
@@ -210,15 +211,67 @@ async def test_the_table_is_asked_while_tokens_are_reserved_and_not_again(byte_l
     both = asyncio.Barrier(2)
     index = Together(both)
     async with scene(index=index) as router:
-        intake = Intake(
-            router.cluster.config, byte_level, router.cluster.registry, CacheScopes(b""), router.gate
-        )
+        intake = _intake(router, byte_level)
         admission = AdmissionController(Door(9), TogetherLimiter(both), LocalSlots())
         async with asyncio.timeout(10):
             call = await _read(intake, admission)
         assert call.job.held_blocks == {}
         await PromptLookup(index).facts(call.job, router.cluster.registry.views(PREFILL))
         assert index.num_asked == 1
+
+
+class Broken(CountingIndex):
+    """Fails with what no table is expected to fail with."""
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+        """See MemoryPrefixIndex."""
+        raise ZeroDivisionError
+
+
+class Stuck(CountingIndex):
+    """Never answers."""
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+        """See MemoryPrefixIndex."""
+        await asyncio.Event().wait()
+        return {}
+
+
+class SlowLimiter(LocalRateLimiter):
+    """Takes a few turns of the loop to count tokens, as one in Redis does."""
+
+    def __init__(self) -> None:
+        super().__init__(ManualClock(1000.0))
+
+    async def take(self, name: str, rate: Rate, cost: int) -> Grant:
+        """See RateLimiter."""
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return await super().take(name, rate, cost)
+
+
+async def test_tokens_come_back_when_the_question_to_the_table_fails(byte_level: Tokenizer) -> None:
+    """Nothing is reserved for a request that has ended: its tenant may have all of its tokens the next time."""
+    async with scene(index=Broken()) as broken, scene() as sound:
+        limiter = SlowLimiter()
+        admission = AdmissionController(Door(9), limiter, LocalSlots())
+        with pytest.raises(ZeroDivisionError):
+            await _read(_intake(broken, byte_level), admission, TOKENS_ONLY)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        await _read(_intake(sound, byte_level), admission, TOKENS_ONLY)
+
+
+async def test_nobody_asks_the_table_for_one_who_is_refused(byte_level: Tokenizer) -> None:
+    """Whoever is over its rate hears so at once, and leaves no question behind."""
+    async with scene(index=Stuck()) as router:
+        admission = AdmissionController(Door(9), LocalRateLimiter(ManualClock(1000.0)), LocalSlots())
+        before = asyncio.all_tasks()
+        with pytest.raises(ScopeForbiddenError):
+            await _read(_intake(router, byte_level), admission, TOO_FEW)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= before
 
 
 async def test_an_attempt_after_the_first_asks_the_table_anew() -> None:
@@ -233,9 +286,7 @@ async def test_an_attempt_after_the_first_asks_the_table_anew() -> None:
 async def test_whoever_is_refused_is_not_charged(byte_level: Tokenizer) -> None:
     """A tenant with one request a minute has it still, and all of its tokens."""
     async with scene(Bounds(max_delay_s=1.0)) as router:
-        intake = Intake(
-            router.cluster.config, byte_level, router.cluster.registry, CacheScopes(b""), router.gate
-        )
+        intake = _intake(router, byte_level)
         admission = AdmissionController(Door(9), LocalRateLimiter(ManualClock(1000.0)), LocalSlots())
         await router.busy(1000)
         for _ in range(3):
@@ -249,11 +300,16 @@ async def test_whoever_is_refused_is_not_charged(byte_level: Tokenizer) -> None:
             await _read(intake, admission)
 
 
-async def _read(intake: Intake, admission: AdmissionController) -> Call:
+def _intake(router: Scene, tokenizer: Tokenizer) -> Intake:
+    cluster = router.cluster
+    return Intake(cluster.config, tokenizer, cluster.registry, CacheScopes(b""), router.gate)
+
+
+async def _read(intake: Intake, admission: AdmissionController, tenant: Tenant = ONCE_A_MINUTE) -> Call:
     request = inference_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=SPEC.prompt_ids))
     request.stopping.max_tokens = 4
     raw = request.SerializeToString()
-    async with admission.admit(ONCE_A_MINUTE, len(raw)) as visit:
+    async with admission.admit(tenant, len(raw)) as visit:
         call = await intake.read(raw, RequestId("r"), visit, None)
         visit.use(len(call.job.spec.prompt_ids) + 4)
         return call
