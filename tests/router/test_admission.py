@@ -124,6 +124,18 @@ async def test_a_delay_that_is_no_whole_number_is_rounded_up() -> None:
     await admission.come_and_go(tenant)
 
 
+async def test_who_is_over_both_rates_hears_of_one_after_the_other() -> None:
+    """Tokens are known once a request has been counted, so that its delay says nothing of them; who has waited for both gets in."""
+    admission = Admission()
+    tenant = Tenant("acme", requests=Rate(60, 1), tokens=Rate(600, 60))
+    await admission.come_and_go(tenant, 60, used=60)
+    for limit, delay_s in (("requests", 1.0), ("tokens", 4.0)):
+        refused = await admission.is_limited(tenant, 50)
+        assert (refused.limit, refused.retry_after_s) == (limit, pytest.approx(delay_s))
+        admission.clock.advance(refused.retry_after_s)
+    await admission.come_and_go(tenant, 50)
+
+
 async def test_tokens_that_were_reserved_and_not_used_come_back() -> None:
     """A request takes the most that it may need, and in the end costs what it used, also when it fails."""
     admission = Admission()
