@@ -763,6 +763,39 @@ async def test_a_client_that_leaves_before_the_start_frees_the_prefill() -> None
 
 
 @pytest.mark.parametrize("disaggregate", ["always", "never"])
+async def test_a_client_that_leaves_once_it_is_accepted_frees_its_worker(disaggregate: str) -> None:
+    """Its worker has been asked by then, and would compute for nobody."""
+    async with scripted_cluster(disaggregate=disaggregate) as cluster:
+        prefill, decode = cluster.workers
+        prefill.prefill_scripts.append(prefill_that())
+        decode.decode_scripts.append(decode_that(0))
+        async with aclosing(cluster.dispatcher.run(cluster.job(SPEC))) as running:
+            assert isinstance(await anext(running), Placed)
+            await cluster.workers[disaggregate == "never"].until(
+                lambda: len(prefill.prefills) + len(decode.submits) == 1
+            )
+        if disaggregate == "always":
+            await prefill.until(lambda: len(prefill.ended_prefills) == 1)
+        else:
+            await decode.until(lambda: decode.cancels == [("r", 0)])
+
+
+async def test_a_client_that_leaves_just_as_its_worker_is_lost_has_left() -> None:
+    """The loss that comes first does not hide that nobody waits any more: no other worker is asked."""
+    async with scripted_cluster(2, 1, placement="round-robin") as cluster:
+        stuck, other = cluster.prefill
+        stuck.prefill_scripts.append(prefill_that())
+        running = asyncio.create_task(cluster.run(cluster.job(SPEC)))
+        await stuck.until(lambda: len(stuck.prefills) == 1)
+        lost = next(view for view in cluster.registry.views(PREFILL) if view.address == stuck.address)
+        with cluster.registry.until_lost(lost.key, running.cancel):
+            stuck.break_load_streams()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert other.prefills == []
+
+
+@pytest.mark.parametrize("disaggregate", ["always", "never"])
 async def test_a_client_that_leaves_while_tokens_come_frees_decode(disaggregate: str) -> None:
     """Decode hears a cancel; a lease that decode has given back already is left alone."""
     async with scripted_cluster(disaggregate=disaggregate) as cluster:
