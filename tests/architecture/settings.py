@@ -6,7 +6,7 @@ import dataclasses
 def flags_of(config: type) -> set[str]:
     """The flag of every setting, and of those that are on or off the one that switches them off."""
     shown = defaults_of(config)
-    switches = {flag for flag, default in shown.items() if default in {"on", "off"}}
+    switches = {flag for flag, default in shown.items() if default in {"True", "False"}}
     return set(shown) | {flag.replace("--", "--no-", 1) for flag in switches}
 
 
