@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from paceline.core.clock import ManualClock
-from paceline.core.errors import BadStopError, PacelineError, RateLimitedError, ScopeForbiddenError
+from paceline.core.errors import (
+    BadStopError,
+    PacelineError,
+    PromptTooLongError,
+    RateLimitedError,
+    ScopeForbiddenError,
+)
 from paceline.core.request import Priority, RequestId, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.admission import AdmissionController, Door
@@ -77,6 +83,23 @@ async def test_an_output_is_bounded_by_its_tenants_cap(desk: Desk) -> None:
     asked = generation_pb2.StopConditions(max_tokens=8)
     assert isinstance(await desk.refused(tenant, stopping=asked), BadStopError)
     assert desk.intake.limits(tenant).max_output_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("most", "limit"),
+    [pytest.param(1 << 20, 16 * 1000, id="of-the-model"), pytest.param(100, 100, id="setting")],
+)
+async def test_text_is_refused_by_its_bytes_before_its_tokens_are_counted(
+    byte_level: Tokenizer, most: int, limit: int
+) -> None:
+    """Sixteen bytes for each token of the longest request, or what the setting says if that is less."""
+    asked = generation_pb2.StopConditions(max_tokens=1)
+    async with scripted_cluster(max_prompt_bytes=most) as cluster:
+        gate = Gate(Bounds(), Rules(), cluster.registry, cluster.index)
+        desk = Desk(Intake(cluster.config, byte_level, cluster.registry, CacheScopes(b""), gate))
+        error = await desk.refused(ACME, text="x" * (limit + 1), stopping=asked)
+    assert isinstance(error, PromptTooLongError)
+    assert error.facts() == {"limit": str(limit), "given": str(limit + 1), "unit": "bytes"}
 
 
 async def test_a_priority_that_is_for_others_is_refused(desk: Desk) -> None:
