@@ -296,6 +296,15 @@ async def test_a_lost_prefill_is_tried_again(
         assert [s.sequence_id.attempt for s, _ in cluster.decode[0].submits] == [0, 1][not steps :]
 
 
+async def test_a_worker_where_the_request_has_failed_is_asked_last() -> None:
+    """It is there still, and by the ring the prompt is its own; whoever has not failed comes first."""
+    async with scripted_cluster(2, 1) as cluster:
+        for worker in cluster.prefill:
+            worker.prefill_scripts.append(prefill_that(then=KvLostError("gone")))
+        _require_whole(await cluster.run(cluster.job(SPEC)))
+        assert sorted(len(worker.prefills) for worker in cluster.prefill) == [1, 2]
+
+
 async def test_a_prefill_that_ends_early_without_a_word_is_lost() -> None:
     """A stream that closes as if all were well, but with no result, is no result."""
 
@@ -788,7 +797,12 @@ async def test_a_client_that_leaves_just_as_its_worker_is_lost_has_left() -> Non
         running = asyncio.create_task(cluster.run(cluster.job(SPEC)))
         await stuck.until(lambda: len(stuck.prefills) == 1)
         lost = next(view for view in cluster.registry.views(PREFILL) if view.address == stuck.address)
-        with cluster.registry.until_lost(lost.key, running.cancel):
+
+        def leave() -> None:
+            """The client goes."""
+            running.cancel()
+
+        with cluster.registry.until_lost(lost.key, leave):
             stuck.break_load_streams()
             with pytest.raises(asyncio.CancelledError):
                 await running
