@@ -71,6 +71,16 @@ def test_whoever_waits_as_long_as_it_was_told_is_taken() -> None:
     assert _asked(STANDARD, _busy(0, left, 0), time_left_s=3.0) is None
 
 
+def test_a_delay_is_told_up_to_the_next_millisecond() -> None:
+    """Whoever comes a moment too early is refused again."""
+    worker, time_left_s = _busy(0, 4900, 0), 2.9996
+    found = _refused(STANDARD, worker, time_left_s=time_left_s)
+    (best,) = prospects(STANDARD, [Way(worker, 100)])
+    exact_s = best.forecast.end_s - time_left_s + best.forecast.grain_s
+    assert found.retry_after_s is not None
+    assert exact_s < found.retry_after_s < exact_s + 0.001
+
+
 def test_for_what_idle_workers_could_not_do_there_is_no_time_to_come_again() -> None:
     """A prompt of five seconds does not fit into three, whenever it comes."""
     assert _refused(STANDARD, _busy(), time_left_s=3.0, num_tokens=5000).retry_after_s is None
