@@ -205,8 +205,6 @@ def _explain(error: PacelineRpcError, address: str) -> str:
         return f"no Paceline server answers at {address}; {_unreached(error)}"
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         return f"{error}; give the key with --api-key, or in {PACELINE_API_KEY}"
-    if error.retry_after_s is not None:
-        return f"{error}; try again in {error.retry_after_s:g} s"
     return str(error)
 
 

@@ -120,7 +120,10 @@ async def test_json_is_one_object(fake_inference: FakeInference) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "line"),
-    [(TOO_LONG, "limit is 4096; shorten it (PROMPT_TOO_LONG)"), (FULL, "(QUEUE_FULL); try again in 1.5 s")],
+    [
+        (TOO_LONG, "limit is 4096; shorten it (PROMPT_TOO_LONG)"),
+        (FULL, "error: the queue is full; try again in 1.5 s (QUEUE_FULL)"),
+    ],
 )
 async def test_a_refusal_is_one_line(fake_inference: FakeInference, prompt: str, line: str) -> None:
     """What the server refuses is one line on stderr with the reason, and exit 1."""
