@@ -8,14 +8,16 @@ from typing import Any, cast
 
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import ALL_HEADS, HeadPart, KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
+from paceline.engine.parallel.plan import whole_layout
 from paceline.engine.probe import probe_layers
 from paceline.runtime.log import get_logger
 
@@ -36,6 +38,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_tokens: int
+    # Those that the model computes; `layout` is of all heads.
+    heads: HeadPart = ALL_HEADS
 
 
 def load_model(
@@ -46,19 +50,24 @@ def load_model(
     kv_dtype: str = "auto",
     mla: str = "expanded",
     attention: str = "auto",
+    *,
+    heads: HeadPart = ALL_HEADS,
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
     model with latent attention keeps: "expanded" keys and values, or the "latent". `attention` is what fast mode computes it
-    with: "native", compiled on this machine; "torch"; "auto", native where that can be.
+    with: "native", compiled on this machine; "torch"; "auto", native where that can be. Of a part of the `heads` only their weights
+    are loaded: the process is one of a group, all of which load theirs at the same time.
     """
     if exactness == "exact" and attention == "native":
         raise ConfigError("--attention native is for fast mode; exact mode has an attention of its own")
     if exactness == "exact" and mla == "latent":
         raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
-    model = _from_pretrained(directory, dtype)
+    model = _from_pretrained(directory, dtype, heads.count)
     layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla)
+    if heads.count > 1:
+        layout = whole_layout(layout, heads.count)
     if layout.has_latents:
         _log_saving(model, layout)
     eos_token_ids = _eos_token_ids(directory, model)
@@ -73,6 +82,7 @@ def load_model(
         eos_token_ids=eos_token_ids,
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
+        heads=heads,
     )
 
 
@@ -121,7 +131,11 @@ def fingerprint_of(
     )
 
 
-def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
+def _from_pretrained(directory: Path, dtype: str, num_parts: int) -> PreTrainedModel:
+    # By the plan that transformers has for the architecture.
+    parts: dict[str, Any] = (
+        {} if num_parts == 1 else {"distributed_config": DistributedConfig(tp_size=num_parts)}
+    )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -131,6 +145,7 @@ def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            **parts,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

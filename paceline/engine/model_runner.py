@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
 from paceline.engine.expert_load import ExpertLoad
@@ -19,6 +19,7 @@ from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
 from paceline.engine.scoring import score
 from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.runtime.pool_memory import PoolMemory
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start, by the type of the
 # weights. An 8-bit cache would need ten times as much, which could hide a mistake: the check is made without one.
@@ -26,12 +27,22 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class ModelRunner:
-    """Owns the model and the KV memory. Used by one thread."""
+    """Owns the model and the KV memory. Used by one thread.
+
+    Of a model that several processes compute it has what belongs to `heads`, and `pool` is theirs in common; `layout` is of all heads.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, layout: KVLayout, num_blocks: int, *, tells_experts: bool = False
+        self,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        tells_experts: bool = False,
+        heads: HeadPart = ALL_HEADS,
+        pool: PoolMemory | None = None,
     ) -> None:
-        self.memory = KVCache(layout, num_blocks)
+        self.memory = KVCache(layout, num_blocks, heads=heads, pool=pool)
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)

@@ -48,6 +48,8 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
+        # Where it is not said here, each tier's section may say it.
+        *(("--tp", str(config.tp)) if config.tp > 1 else ()),
         *("--threads", str(config.threads_per_worker)),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),

@@ -31,6 +31,11 @@ class Serving(Protocol):
         ...
 
     @property
+    def tp(self) -> int:
+        """Processes that compute a model together."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Tokens; 0: the model's own limit."""
         ...
@@ -52,11 +57,27 @@ def check_serving(settings: Serving) -> None:
         ):
             if value != default:
                 raise ConfigError(f"--{name} {value} needs --runner torch: the fake one keeps no KV")
+    _check_parts(settings)
     if settings.max_model_len < 0:
         raise ConfigError(f"--max-model-len {settings.max_model_len} is negative; 0 is the model's own limit")
     if settings.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
     MemorySize.parse(settings.kv_memory, "--kv-memory")
+
+
+def _check_parts(settings: Serving) -> None:
+    if settings.tp < 1:
+        raise ConfigError(f"--tp {settings.tp}: at least one process has to compute the model")
+    if settings.tp == 1:
+        return
+    if settings.exactness == "exact":
+        raise ConfigError(
+            f"--exactness exact needs --tp 1: the sums of {settings.tp} processes are other bits"
+        )
+    if settings.mla == "latent":
+        raise ConfigError("--mla latent needs --tp 1: all heads read the same latents")
+    if settings.runner == "fake":
+        raise ConfigError(f"--tp {settings.tp} needs --runner torch: the fake one has no heads")
 
 
 def check_open(

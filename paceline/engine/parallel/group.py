@@ -1,0 +1,32 @@
+"""The group of processes in which a model's parts are added up: torch.distributed, gloo on CPUs."""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from paceline.core.errors import ConfigError
+
+
+def join_group(rank: int, num_ranks: int, rendezvous: str, timeout_s: float) -> None:
+    """Returns when all ranks are there. A sum that takes longer than `timeout_s`, since a rank is lost or hangs, raises RuntimeError."""
+    if torch.accelerator.is_available():
+        raise ConfigError(
+            "--tp computes on CPUs only so far: hide the GPUs, with CUDA_VISIBLE_DEVICES set to nothing"
+        )
+    # By default it listens on whatever the machine's name stands for.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def share_of_threads(num_threads: int, num_ranks: int) -> int:
+    """Of the worker's threads those of each rank; 0 threads are torch's own choice."""
+    return max(1, (num_threads or torch.get_num_threads()) // num_ranks)
