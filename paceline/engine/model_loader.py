@@ -12,13 +12,15 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import ALL_HEADS, HeadPart, KVLayout
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
+from paceline.engine.parallel.place import WHOLE, Place
 from paceline.engine.parallel.plan import whole_layout
-from paceline.engine.probe import probe_layers
+from paceline.engine.parallel.stages import StagedForward, gathered
+from paceline.engine.probe import Gather, probe_layers
 from paceline.runtime.log import get_logger
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
@@ -38,8 +40,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_tokens: int
-    # Those that the model computes; `layout` is of all heads.
-    heads: HeadPart = ALL_HEADS
+    # What of the model this process computes; `layout` is of all layers and heads.
+    place: Place = WHOLE
 
 
 def load_model(
@@ -51,23 +53,23 @@ def load_model(
     mla: str = "expanded",
     attention: str = "auto",
     *,
-    heads: HeadPart = ALL_HEADS,
+    place: Place = WHOLE,
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
     model with latent attention keeps: "expanded" keys and values, or the "latent". `attention` is what fast mode computes it
-    with: "native", compiled on this machine; "torch"; "auto", native where that can be. Of a part of the `heads` only their weights
-    are loaded: the process is one of a group, all of which load theirs at the same time.
+    with: "native", compiled on this machine; "torch"; "auto", native where that can be. What is not for this `place`
+    is not loaded: the process is one of a group, all of which load theirs at the same time.
     """
     if exactness == "exact" and attention == "native":
         raise ConfigError("--attention native is for fast mode; exact mode has an attention of its own")
     if exactness == "exact" and mla == "latent":
         raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
-    model = _from_pretrained(directory, dtype, heads.count)
-    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla)
-    if heads.count > 1:
-        layout = whole_layout(layout, heads.count)
+    model = _from_pretrained(directory, dtype, place)
+    gather = None if place.stage.count == 1 else gathered
+    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla, gather)
+    layout = whole_layout(layout, place.heads.count)
     if layout.has_latents:
         _log_saving(model, layout)
     eos_token_ids = _eos_token_ids(directory, model)
@@ -82,15 +84,19 @@ def load_model(
         eos_token_ids=eos_token_ids,
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
-        heads=heads,
+        place=place,
     )
 
 
 def use_paged_attention(
-    model: PreTrainedModel, kv_dtype: str, block_size: int, mla: str = "expanded"
+    model: PreTrainedModel,
+    kv_dtype: str,
+    block_size: int,
+    mla: str = "expanded",
+    gather: Gather | None = None,
 ) -> KVLayout:
-    """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError."""
-    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla), block_size, kv_dtype)
+    """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError. See `probe_layers`."""
+    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla, gather), block_size, kv_dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     return layout
 
@@ -131,11 +137,11 @@ def fingerprint_of(
     )
 
 
-def _from_pretrained(directory: Path, dtype: str, num_parts: int) -> PreTrainedModel:
-    # By the plan that transformers has for the architecture.
-    parts: dict[str, Any] = (
-        {} if num_parts == 1 else {"distributed_config": DistributedConfig(tp_size=num_parts)}
-    )
+def _from_pretrained(directory: Path, dtype: str, place: Place) -> PreTrainedModel:
+    parts: dict[str, Any] = {}
+    if place.count > 1:
+        # Parts are cut by the plan that transformers has for the architecture.
+        parts["distributed_config"] = DistributedConfig(tp_size=place.heads.count, pp_size=place.stage.count)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -151,6 +157,8 @@ def _from_pretrained(directory: Path, dtype: str, num_parts: int) -> PreTrainedM
         raise ConfigError(
             f"cannot load the model in {directory}: {str(error).partition(chr(10))[0]}"
         ) from error
+    if place.stage.count > 1:
+        model.forward = StagedForward(model, place.stage)
     return cast("PreTrainedModel", model.eval())  # type: ignore[no-untyped-call] # it has no annotations
 
 

@@ -1,5 +1,6 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +58,23 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
+        return self.execute_batches([output])
+
+    def execute_batches(self, outputs: Sequence[SchedulerOutput]) -> StepOutput:
+        """The same of a step that is cut into batches, in their order."""
         with torch.inference_mode():
-            batch = build_forward_batch(output, self._layout.block_size)
-            with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
-                logits = self.forward(batch)
-            num_samples = len(batch.sample_tasks)
-            step = sample(logits[:num_samples].float(), batch.sample_tasks, batch.sample_positions)
-            scores = score(logits[num_samples:], batch.score_tasks)
+            batches, sampled, scored = [], [], []
+            for output in outputs:
+                batch = build_forward_batch(output, self._layout.block_size)
+                with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
+                    logits = self.forward(batch)
+                batches.append(batch)
+                sampled.append(logits[: len(batch.sample_tasks)])
+                scored.append(logits[len(batch.sample_tasks) :])
+            tasks = [task for batch in batches for task in batch.sample_tasks]
+            positions = [position for batch in batches for position in batch.sample_positions]
+            step = sample(_joined(sampled).float(), tasks, positions)
+            scores = score(_joined(scored), [task for batch in batches for task in batch.score_tasks])
             return replace(
                 step,
                 scores=scores,
@@ -88,6 +99,11 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]
+
+
+def _joined(logits: list[Tensor]) -> Tensor:
+    """Without a copy where there is nothing to join."""
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
 @torch.inference_mode()

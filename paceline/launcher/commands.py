@@ -50,6 +50,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         # Where it is not said here, each tier's section may say it.
         *(("--tp", str(config.tp)) if config.tp > 1 else ()),
+        *(("--pp", str(config.pp)) if config.pp > 1 else ()),
         *("--threads", str(config.threads_per_worker)),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),

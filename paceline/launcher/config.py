@@ -191,6 +191,7 @@ class UpConfig:
     )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
     tp: int = option(1, "processes of each worker that compute the model together, each a part of its heads")
+    pp: int = option(1, "processes of each worker that compute the model together, each some of its layers")
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
     log_dir: str | None = option(
         None, "keep the processes' logs here; without it they go when the cluster goes"

@@ -32,7 +32,12 @@ class Serving(Protocol):
 
     @property
     def tp(self) -> int:
-        """Processes that compute a model together."""
+        """Processes that compute a model together, each a part of its heads."""
+        ...
+
+    @property
+    def pp(self) -> int:
+        """The same, where each has some of its layers."""
         ...
 
     @property
@@ -66,18 +71,20 @@ def check_serving(settings: Serving) -> None:
 
 
 def _check_parts(settings: Serving) -> None:
-    if settings.tp < 1:
-        raise ConfigError(f"--tp {settings.tp}: at least one process has to compute the model")
-    if settings.tp == 1:
+    for flag, number in (("--tp", settings.tp), ("--pp", settings.pp)):
+        if number < 1:
+            raise ConfigError(f"{flag} {number}: at least one process has to compute the model")
+    if settings.tp == settings.pp == 1:
         return
+    if settings.tp > 1 and settings.pp > 1:
+        raise ConfigError("--tp and --pp: a model is computed in parts or in stages, not yet in both")
+    asked = f"--tp {settings.tp}" if settings.tp > 1 else f"--pp {settings.pp}"
     if settings.exactness == "exact":
-        raise ConfigError(
-            f"--exactness exact needs --tp 1: the sums of {settings.tp} processes are other bits"
-        )
+        raise ConfigError(f"--exactness exact is for one process: leave {asked} out")
     if settings.mla == "latent":
-        raise ConfigError("--mla latent needs --tp 1: all heads read the same latents")
+        raise ConfigError(f"--mla latent is for one process: leave {asked} out")
     if settings.runner == "fake":
-        raise ConfigError(f"--tp {settings.tp} needs --runner torch: the fake one has no heads")
+        raise ConfigError(f"{asked} needs --runner torch: the fake one has neither heads nor layers")
 
 
 def check_open(

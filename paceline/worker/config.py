@@ -55,7 +55,8 @@ class WorkerConfig(ClusterSettings):
         default=False, text="say in --redis where this worker is, for routers that look there"
     )
     tp: int = option(1, "processes that compute the model together, each a part of its heads")
-    threads: int = option(0, "compute threads, shared out among --tp processes; 0: torch's own choice")
+    pp: int = option(1, "processes that compute the model together, each some of its layers")
+    threads: int = option(0, "compute threads of all processes together; 0: torch's own choice")
     max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
     num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")

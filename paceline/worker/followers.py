@@ -90,11 +90,12 @@ def _tell(loop: asyncio.AbstractEventLoop, set_outcome: Callable[[U], None], out
 
 @asynccontextmanager
 async def owned_followers(config: WorkerConfig) -> AsyncIterator[OwnedFollowers | None]:
-    """`--tp` - 1 processes, which end with the body, and with this process however it ends; None where there is no need of any.
+    """The ranks from 1 on, which end with the body, and with this process however it ends; None where there is no need of any.
 
     Entered on the main thread: the kernel kills them when the thread ends that has started them.
     """
-    if config.tp == 1:
+    num_ranks = config.tp * config.pp
+    if num_ranks == 1:
         yield None
         return
     # Imported here: torch is needed by none but workers of several processes so early.
@@ -102,11 +103,13 @@ async def owned_followers(config: WorkerConfig) -> AsyncIterator[OwnedFollowers 
 
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=".paceline-ranks-"))
-        started = [await _start(config, rank, stack) for rank in range(1, config.tp)]
+        started = [await _start(config, rank, stack) for rank in range(1, num_ranks)]
         rendezvous, timeout_s = str(Path(directory) / "rendezvous"), max(_LEAST_TIMEOUT_S, config.stall_s)
-        followers = Followers([link for link, _ in started], rendezvous, timeout_s)
+        followers = Followers(
+            [link for link, _ in started], rendezvous, timeout_s, tp=config.tp, pp=config.pp
+        )
         owned = OwnedFollowers(followers, [process for _, process in started])
-        watches = [asyncio.create_task(owned.watch(rank)) for rank in range(1, config.tp)]
+        watches = [asyncio.create_task(owned.watch(rank)) for rank in range(1, num_ranks)]
         try:
             yield owned
         finally:

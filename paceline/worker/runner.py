@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import ALL_HEADS, KVLayout
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.log import get_logger
@@ -71,7 +71,7 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     # The log is for lines, and a bar is none.
     disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
-    torch.set_num_threads(share_of_threads(config.threads, config.tp))
+    torch.set_num_threads(share_of_threads(config.threads, config.tp * config.pp))
     dtype = resolve_dtype(config.dtype)
     loaded = _load_checked(config, dtype, followers)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
@@ -97,12 +97,13 @@ def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None
     """The model, or rank 0's part of it, if it computes here what it computes by itself."""
     from paceline.engine.checked import load_checked  # noqa: PLC0415
     from paceline.engine.parallel.leader import joined_by  # noqa: PLC0415
+    from paceline.engine.parallel.place import WHOLE  # noqa: PLC0415
 
-    model, attention, heads = Path(config.model), config.attention, ALL_HEADS
+    model, attention, place = Path(config.model), config.attention, WHOLE
     if followers is not None:
-        heads = joined_by(followers, model, dtype, config.block_size, attention)
+        place = joined_by(followers, model, dtype, config.block_size, attention)
     loaded = load_checked(
-        model, dtype, config.block_size, config.exactness, config.kv_dtype, config.mla, attention, heads=heads
+        model, dtype, config.block_size, config.exactness, config.kv_dtype, config.mla, attention, place=place
     )
     if followers is not None:
         followers.wait_done()
@@ -114,15 +115,22 @@ def _runner(
 ) -> "ModelRunner | ParallelRunner":
     from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
     from paceline.engine.parallel.leader import ParallelRunner, share_pool  # noqa: PLC0415
+    from paceline.engine.parallel.stages import StagedForward  # noqa: PLC0415
 
     tells_experts = config.group_by_experts
     if followers is None:
         return ModelRunner(loaded.model, loaded.layout, num_blocks, tells_experts=tells_experts)
     pool = share_pool(loaded.layout, num_blocks, followers)
     runner = ModelRunner(
-        loaded.model, loaded.layout, num_blocks, tells_experts=tells_experts, heads=loaded.heads, pool=pool
+        loaded.model,
+        loaded.layout,
+        num_blocks,
+        tells_experts=tells_experts,
+        heads=loaded.place.heads,
+        pool=pool,
     )
-    return ParallelRunner(runner, followers)
+    forward = loaded.model.forward
+    return ParallelRunner(runner, followers, forward if isinstance(forward, StagedForward) else None)
 
 
 def _load_fake(config: WorkerConfig) -> LoadedRunner:

@@ -34,17 +34,25 @@ def expected(tiny_model_dir: Path) -> dict[tuple[int, ...], tuple[int, ...]]:
     }
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("kv_transport", ["auto", "grpc"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kv_transport"),
+    [
+        ({"tp": 2}, {"tp": 2}, "auto"),
+        ({"tp": 2}, {"tp": 1}, "grpc"),
+        ({"tp": 1}, {"tp": 2}, "auto"),
+        ({"pp": 2}, {"tp": 2}, "auto"),
+        ({"tp": 2}, {"pp": 2}, "grpc"),
+    ],
+)
 async def test_prompts_are_handed_over_between_workers_of_any_size(
     tmp_path: Path,
     tiny_model_dir: Path,
     expected: dict[tuple[int, ...], tuple[int, ...]],
-    sizes: tuple[int, int],
+    prefill: dict[str, int],
+    decode: dict[str, int],
     kv_transport: str,
 ) -> None:
-    """A block has all heads, whoever computes it: what one worker computed goes on in the other one as if nothing had moved."""
-    prefill, decode = ({"tp": size} for size in sizes)
+    """A block is whole, whoever computes it: what one worker computed goes on in the other one as if nothing had moved."""
     async with running_cluster(
         tmp_path,
         tiny_model_dir,
@@ -64,7 +72,9 @@ async def test_prompts_are_handed_over_between_workers_of_any_size(
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def pair(tmp_path: Path, tiny_model_dir: Path) -> AsyncIterator[Cluster]:
+async def pair(
+    tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Cluster]:
     """Two decode workers of two processes each, so that there is always another one to go to."""
     async with running_cluster(
         tmp_path,
@@ -72,12 +82,21 @@ async def pair(tmp_path: Path, tiny_model_dir: Path) -> AsyncIterator[Cluster]:
         sections={"decode": {"stall_s": 2.0}},
         topology="0P2D",
         dtype="float32",
-        tp=2,
+        **request.param,
     ) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("pair", "rank", "number"),
+    [
+        ({"tp": 2}, 1, signal.SIGKILL),
+        ({"tp": 2}, 1, signal.SIGSTOP),
+        ({"tp": 2}, 0, signal.SIGKILL),
+        ({"pp": 2}, 1, signal.SIGKILL),
+    ],
+    indirect=["pair"],
+)
 async def test_a_rank_that_is_lost_takes_its_worker_down_and_no_stream(
     pair: Cluster, rank: int, number: signal.Signals
 ) -> None:

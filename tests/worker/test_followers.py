@@ -1,6 +1,7 @@
-"""A worker of two processes: real ones, with a tiny model, of which each has half of the heads."""
+"""A worker of two processes: real ones, with a tiny model, of which each has half of the heads, or half of the layers."""
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.engine.engine import Runner
 from paceline.engine.model_loader import load_model
-from paceline.engine.model_runner import ModelRunner
+from paceline.engine.model_runner import ModelRunner, side_by_side
 from paceline.engine.parallel.leader import ParallelRunner
+from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from paceline.worker.config import WorkerConfig
 from paceline.worker.followers import OwnedFollowers, owned_followers
 from paceline.worker.runner import LoadedRunner, load_runner
@@ -37,34 +39,44 @@ SPECS = tuple(
 )
 
 
-def _config(model: Path, tp: int) -> WorkerConfig:
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Two processes, of which this one is rank 0."""
+
+    owned: OwnedFollowers
+    config: WorkerConfig
+
+
+def _config(model: Path, *, tp: int = 1, pp: int = 1) -> WorkerConfig:
     return WorkerConfig(
         model=str(model),
         dtype="float32",
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
-        threads=tp,
+        threads=2,
         tp=tp,
+        pp=pp,
         worker_id="test",
     )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def owned(tiny_model_dir: Path) -> AsyncIterator[OwnedFollowers]:
-    """The other process; this one is rank 0, until the module ends."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tp", "pp"])
+async def together(tiny_model_dir: Path, request: pytest.FixtureRequest) -> AsyncIterator[Together]:
+    """In parts, then in stages."""
     num_threads = torch.get_num_threads()
-    async with owned_followers(_config(tiny_model_dir, 2)) as owned:
+    config = _config(tiny_model_dir, **{request.param: 2})
+    async with owned_followers(config) as owned:
         assert owned is not None
-        yield owned
+        yield Together(owned, config)
     distributed.destroy_process_group()
     torch.set_num_threads(num_threads)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def loaded(owned: OwnedFollowers, tiny_model_dir: Path) -> LoadedRunner:
+async def loaded(together: Together) -> LoadedRunner:
     """The runner of both."""
-    config = _config(tiny_model_dir, 2)
-    return await owned.unless_lost(lambda: load_runner(config, owned.followers))
+    owned = together.owned
+    return await owned.unless_lost(lambda: load_runner(together.config, owned.followers))
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +86,15 @@ def alone(tiny_model_dir: Path) -> ModelRunner:
     return ModelRunner(found.model, found.layout, NUM_BLOCKS)
 
 
-def _tokens(runner: Runner, specs: tuple[SequenceSpec, ...], num_blocks: int = NUM_BLOCKS) -> list[list[int]]:
-    bench = Bench(num_blocks, runner=runner, num_swap_blocks=100)
+def _tokens(
+    runner: Runner,
+    specs: tuple[SequenceSpec, ...],
+    num_blocks: int = NUM_BLOCKS,
+    max_num_batched_tokens: int = 16,
+) -> list[list[int]]:
+    bench = Bench(
+        num_blocks, runner=runner, num_swap_blocks=100, max_num_batched_tokens=max_num_batched_tokens
+    )
     bench.scheduler.costs.swap_block_s = 0.0
     for spec in specs:
         bench.add(spec)
@@ -88,6 +107,19 @@ async def test_two_processes_say_what_one_says(loaded: LoadedRunner, alone: Mode
     """Greedy and by chance, in chunks and decodes of several sequences."""
     assert isinstance(loaded.runner, ParallelRunner)
     assert _tokens(loaded.runner, SPECS) == _tokens(alone, SPECS)
+
+
+async def test_long_prompts_are_cut_into_batches_and_say_the_same(
+    loaded: LoadedRunner, alone: ModelRunner
+) -> None:
+    """Several chunks in a step, beside decodes."""
+    specs = tuple(
+        make_spec(f"long{number}", tuple((5 * i + number) % VOCAB_SIZE for i in range(50)), max_tokens=9)
+        for number in range(3)
+    )
+    assert _tokens(loaded.runner, specs, max_num_batched_tokens=100) == _tokens(
+        alone, specs, max_num_batched_tokens=100
+    )
 
 
 async def test_preempted_and_swapped_out_they_say_the_same(loaded: LoadedRunner, alone: ModelRunner) -> None:
@@ -128,6 +160,15 @@ async def test_a_block_is_that_of_one_process(loaded: LoadedRunner, alone: Model
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+async def test_a_pipeline_tells_how_long_rank_0_has_waited(together: Together, loaded: LoadedRunner) -> None:
+    """In a step with one sequence there is always something to wait for; in parts nobody waits for a stage."""
+    tables = side_by_side(0, 3, loaded.layout)
+    item = ScheduledSequence(make_id("waits"), (1, 2, 3), 0, tables, samples=(SampleTask(GREEDY),))
+    step = loaded.runner.execute(SchedulerOutput((item,), ()))
+    assert len(step.token_ids) == 1
+    assert (step.bubble_s > 0) == (together.config.pp == 2)
+
+
 async def test_what_they_are_to_others_does_not_tell_how_many_they_are(
     loaded: LoadedRunner, tiny_model_dir: Path
 ) -> None:
@@ -147,10 +188,13 @@ async def test_nobody_else_can_write_to_the_pool(loaded: LoadedRunner) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"tp": 0}, "at least one process"),
-        ({"tp": 2, "exactness": "exact"}, "other bits"),
-        ({"tp": 2, "mla": "latent"}, "the same latents"),
-        ({"tp": 2, "runner": "fake"}, "has no heads"),
+        ({"tp": 0}, "--tp 0: at least one process"),
+        ({"pp": 0}, "--pp 0: at least one process"),
+        ({"pp": 2, "exactness": "exact"}, "for one process: leave --pp 2 out"),
+        ({"tp": 2, "pp": 2}, "not yet in both"),
+        ({"tp": 2, "exactness": "exact"}, "for one process: leave --tp 2 out"),
+        ({"tp": 2, "mla": "latent"}, "for one process: leave --tp 2 out"),
+        ({"tp": 2, "runner": "fake"}, "neither heads nor layers"),
     ],
 )
 async def test_what_cannot_be_computed_in_parts_is_refused(settings: dict[str, object], why: str) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import EngineFailedError
-from paceline.core.kv_layout import HeadPart
 from paceline.engine.checked import load_checked
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import LoadedModel
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.parallel.group import join_group
 from paceline.engine.parallel.link import Link
-from paceline.engine.parallel.messages import Done, Pool, Start, Step, decode_to_follower, encode, output_of
+from paceline.engine.parallel.messages import Done, Pool, Start, Step, decode_to_follower, encode, outputs_of
+from paceline.engine.parallel.place import Place
 from paceline.runtime.log import get_logger
 from paceline.runtime.pool_memory import PoolMemory
 
@@ -39,17 +39,17 @@ def follow(link: Link) -> None:
 
 def _load(start: Start) -> LoadedModel:
     torch.set_num_threads(start.num_threads)
-    join_group(start.rank, start.num_ranks, start.rendezvous, start.timeout_s)
-    heads = HeadPart(start.rank, start.num_ranks)
+    place = Place.of(start.rank, tp=start.tp, pp=start.pp)
+    join_group(place, start.rendezvous, start.timeout_s)
     return load_checked(
-        Path(start.model), start.dtype, start.block_size, attention=start.attention, heads=heads
+        Path(start.model), start.dtype, start.block_size, attention=start.attention, place=place
     )
 
 
 def _runner(loaded: LoadedModel, pool: Pool) -> ModelRunner:
     layout = replace(loaded.layout, dtype=pool.kv_dtype)
     memory = PoolMemory(pool.memory.num_bytes, joins=pool.memory)
-    return ModelRunner(loaded.model, layout, pool.num_blocks, heads=loaded.heads, pool=memory)
+    return ModelRunner(loaded.model, layout, pool.num_blocks, heads=loaded.place.heads, pool=memory)
 
 
 @torch.inference_mode()
@@ -57,5 +57,6 @@ def _follow_steps(link: Link, runner: ModelRunner, block_size: int) -> None:
     while True:
         step = decode_to_follower(link.receive())
         assert isinstance(step, Step), "then steps, and nothing else"
-        runner.forward(build_forward_batch(output_of(step), block_size))
+        for batch in outputs_of(step):
+            runner.forward(build_forward_batch(batch, block_size))
         link.send(_DONE)

@@ -1,4 +1,4 @@
-"""The group of processes in which a model's parts are added up: torch.distributed, gloo on CPUs."""
+"""The group of processes in which parts of a model are added up, and stages hand on: torch.distributed, gloo on CPUs."""
 
 import os
 import sys
@@ -8,21 +8,22 @@ import torch
 from torch import distributed
 
 from paceline.core.errors import ConfigError
+from paceline.engine.parallel.place import Place
 
 
-def join_group(rank: int, num_ranks: int, rendezvous: str, timeout_s: float) -> None:
-    """Returns when all ranks are there. A sum that takes longer than `timeout_s`, since a rank is lost or hangs, raises RuntimeError."""
+def join_group(place: Place, rendezvous: str, timeout_s: float) -> None:
+    """Returns when all are there. What takes one of them longer than `timeout_s`, since it is lost or hangs, raises RuntimeError."""
     if torch.accelerator.is_available():
         raise ConfigError(
-            "--tp computes on CPUs only so far: hide the GPUs, with CUDA_VISIBLE_DEVICES set to nothing"
+            "--tp and --pp compute on CPUs only so far: hide the GPUs, with CUDA_VISIBLE_DEVICES set to nothing"
         )
     # By default it listens on whatever the machine's name stands for.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=num_ranks,
+        rank=place.in_group,
+        world_size=place.count,
         timeout=timedelta(seconds=timeout_s),
     )
 

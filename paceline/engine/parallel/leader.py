@@ -1,20 +1,27 @@
 """Rank 0's side: says each step to the followers before it computes it itself, and answers when all have done it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.kv_layout import HeadPart, KVLayout
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.model_runner import ModelRunner
+from paceline.engine.parallel.cuts import cut
 from paceline.engine.parallel.group import join_group
 from paceline.engine.parallel.link import Link
 from paceline.engine.parallel.messages import Pool, Start, ToFollower, decode_to_leader, encode, step_of
-from paceline.engine.parallel.plan import require_parts
+from paceline.engine.parallel.place import Place
+from paceline.engine.parallel.plan import require_place
+from paceline.engine.parallel.stages import StagedForward
 from paceline.engine.step import SchedulerOutput, StepOutput
 from paceline.runtime.pool_memory import PoolMemory
+
+# Tokens of a batch of a pipeline beyond the one that each stage computes anyway.
+_WORTH_A_CALL = 64
 
 
 class Followers:
@@ -23,15 +30,14 @@ class Followers:
     Raises EngineFailedError when one is lost, or has not done what it was told for `timeout_s`.
     """
 
-    def __init__(self, links: Sequence[Link], rendezvous: str, timeout_s: float) -> None:
+    def __init__(
+        self, links: Sequence[Link], rendezvous: str, timeout_s: float, *, tp: int = 1, pp: int = 1
+    ) -> None:
         self._links = tuple(links)
+        self.tp = tp
+        self.pp = pp
         self.rendezvous = rendezvous
         self.timeout_s = timeout_s
-
-    @property
-    def num_ranks(self) -> int:
-        """All that compute, rank 0 too."""
-        return len(self._links) + 1
 
     def start(self, messages: Sequence[Start]) -> None:
         """To each its own."""
@@ -56,14 +62,18 @@ class Followers:
 
 
 class ParallelRunner:
-    """A Runner whose model several processes compute. This one alone chooses tokens.
+    """A Runner whose model several processes compute, in parts or in stages. This one alone chooses tokens.
 
     Nobody else has to be told of blocks that are copied, swapped or handed over: all have the same memory, and a block in it is whole.
     """
 
-    def __init__(self, runner: ModelRunner, followers: Followers) -> None:
+    def __init__(self, runner: ModelRunner, followers: Followers, stage: StagedForward | None = None) -> None:
         self._runner = runner
         self._followers = followers
+        self._stage = stage
+        if stage is not None:
+            # What the checks at start took is nobody's.
+            stage.take_wait_s()
 
     @property
     def memory(self) -> KVCache:
@@ -77,28 +87,38 @@ class ParallelRunner:
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
-        self._followers.say(step_of(output))
-        step = self._runner.execute(output)
+        batches = cut(output, _num_batches(output, self._followers.pp))
+        self._followers.say(step_of(batches))
+        step = self._runner.execute_batches(batches)
         # Only now is what they have written to the pool there for others to read.
         self._followers.wait_done()
+        if self._stage is not None:
+            step = replace(step, bubble_s=self._stage.take_wait_s())
         return step
 
 
-def joined_by(followers: Followers, model: Path, dtype: str, block_size: int, attention: str) -> HeadPart:
-    """Has all ranks find each other, and the followers load their parts, as rank 0 now has to; gives its own."""
-    require_parts(model, followers.num_ranks)
-    num_threads, num_ranks = torch.get_num_threads(), followers.num_ranks
-    rendezvous, timeout_s = followers.rendezvous, followers.timeout_s
+def _num_batches(output: SchedulerOutput, num_stages: int) -> int:
+    """One for each stage. More leave less of a stage's time unused, where they are large enough to be worth a call."""
+    if num_stages == 1:
+        return 1
+    num_tokens = sum(len(item.token_ids) for item in output.scheduled)
+    return min(2 * num_stages, max(num_stages, num_tokens // _WORTH_A_CALL))
+
+
+def joined_by(followers: Followers, model: Path, dtype: str, block_size: int, attention: str) -> Place:
+    """Has all ranks find each other, and the followers load their parts, as rank 0 now has to; gives its own place."""
+    tp, pp, rendezvous, timeout_s = followers.tp, followers.pp, followers.rendezvous, followers.timeout_s
+    require_place(model, tp=tp, pp=pp)
+    num_threads = torch.get_num_threads()
     followers.start(
         [
-            Start(
-                rank, num_ranks, rendezvous, timeout_s, num_threads, str(model), dtype, block_size, attention
-            )
-            for rank in range(1, num_ranks)
+            Start(rank, tp, pp, rendezvous, timeout_s, num_threads, str(model), dtype, block_size, attention)
+            for rank in range(1, tp * pp)
         ]
     )
-    join_group(0, num_ranks, rendezvous, timeout_s)
-    return HeadPart(0, num_ranks)
+    place = Place.of(0, tp=tp, pp=pp)
+    join_group(place, rendezvous, timeout_s)
+    return place
 
 
 def share_pool(layout: KVLayout, num_blocks: int, followers: Followers) -> PoolMemory:

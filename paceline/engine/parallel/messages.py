@@ -4,7 +4,7 @@ Each message is answered by one `Done`. A follower computes what the leader comp
 tokens stand where, and after which of them logits are needed, and nothing of how to sample.
 """
 
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
@@ -19,7 +19,8 @@ class Start(Struct, frozen=True, tag=True):
     """The model, and this process's place among those that compute it. Done: it is loaded, and computes what it should."""
 
     rank: int
-    num_ranks: int
+    tp: int
+    pp: int
     # A file by which the ranks find each other, in a directory of this user's.
     rendezvous: str
     # Of each step of all ranks together.
@@ -52,9 +53,9 @@ class SequenceWork(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Step(Struct, frozen=True, gc=False, tag=True):
-    """One step. Done: its keys and values are in the pool."""
+    """One step, in batches that are computed one after the other. Done: their keys and values are in the pool."""
 
-    sequences: tuple[SequenceWork, ...]
+    batches: tuple[tuple[SequenceWork, ...], ...]
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -62,7 +63,6 @@ class Done(Struct, frozen=True, tag=True):
 
 
 ToFollower = Start | Pool | Step
-T = TypeVar("T")
 
 _ENCODER = Encoder()
 _TO_FOLLOWER: Decoder[ToFollower] = Decoder(ToFollower)
@@ -88,14 +88,14 @@ def decode_to_leader(data: bytes) -> Done:
     return _TO_LEADER.decode(data)
 
 
-def step_of(output: SchedulerOutput) -> Step:
+def step_of(batches: Sequence[SchedulerOutput]) -> Step:
     """What followers need of a step."""
-    return Step(tuple(map(_work, output.scheduled)))
+    return Step(tuple(tuple(map(_work, batch.scheduled)) for batch in batches))
 
 
-def output_of(step: Step) -> SchedulerOutput:
-    """A step that computes the same, with other tasks: their number counts, and nobody looks at what comes of them."""
-    return SchedulerOutput(tuple(map(_scheduled, step.sequences)), ())
+def outputs_of(step: Step) -> Iterator[SchedulerOutput]:
+    """Batches that compute the same, with other tasks: their number counts, and nobody looks at what comes of them."""
+    return (SchedulerOutput(tuple(map(_scheduled, batch)), ()) for batch in step.batches)
 
 
 def _work(item: ScheduledSequence) -> SequenceWork:

@@ -1,6 +1,6 @@
-"""`python -m tests.engine.parallel.compare RANK NUM_RANKS DIRECTORY NAME...`: one rank of several that compute tiny models in parts.
+"""`python -m tests.engine.parallel.compare RANK TP PP DIRECTORY NAME...`: one rank of several that compute tiny models together.
 
-Rank 0 prints a JSON object: by name how far (relative L2) the logits in parts are from those of the whole model, or why there are none.
+Rank 0 prints a JSON object: by name how far (relative L2) their logits are from those of one process, or why there are none.
 """
 
 import json
@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from paceline.core.kv_layout import ALL_HEADS, HeadPart, min_blocks
+from paceline.core.kv_layout import min_blocks
 from paceline.core.request import SamplingParams
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import load_model
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers, side_by_side
 from paceline.engine.parallel.group import join_group
+from paceline.engine.parallel.place import WHOLE, Place
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import make_id
 
@@ -26,33 +27,35 @@ PROMPT_IDS = tuple((7 * i + 3) % 96 for i in range(30))
 
 def main(argv: list[str]) -> None:
     """Compares them one after the other."""
-    rank, num_ranks, directory = int(argv[0]), int(argv[1]), Path(argv[2])
+    (rank, tp, pp), directory = map(int, argv[:3]), Path(argv[3])
     torch.set_num_threads(1)
-    join_group(rank, num_ranks, str(directory / "rendezvous"), 60.0)
-    found = {name: _compared(name, HeadPart(rank, num_ranks), directory / name) for name in argv[3:]}
+    place = Place.of(rank, tp=tp, pp=pp)
+    join_group(place, str(directory / "rendezvous"), 60.0)
+    found = {name: _compared(name, rank, place, directory / name) for name in argv[4:]}
     if rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
 
 
-def _compared(name: str, heads: HeadPart, directory: Path) -> float | str:
-    if heads.index == 0:
+def _compared(name: str, rank: int, place: Place, directory: Path) -> float | str:
+    # In a group, only its first process saves anything.
+    if place.in_group == 0:
         build_tiny(name).save_pretrained(directory)
     distributed.barrier()
     try:
-        whole, part = (_logits(directory, each) for each in (ALL_HEADS, heads))
+        whole, part = (_logits(directory, each) for each in (WHOLE, place))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told
         return f"{type(error).__name__}: {error}"
-    return float((part - whole).norm() / whole.norm())
+    return float((part - whole).norm() / whole.norm()) if rank == 0 else 0.0
 
 
 @torch.inference_mode()
-def _logits(directory: Path, heads: HeadPart) -> Tensor:
+def _logits(directory: Path, place: Place) -> Tensor:
     """Of a prompt in two chunks."""
-    loaded = load_model(directory, "float32", BLOCK_SIZE, attention="torch", heads=heads)
+    loaded = load_model(directory, "float32", BLOCK_SIZE, attention="torch", place=place)
     layout = loaded.layout
     num_blocks = min_blocks(layout) * 4
-    runner = ModelRunner(loaded.model, layout, num_blocks, heads=heads)
-    if heads.count > 1:
+    runner = ModelRunner(loaded.model, layout, num_blocks, heads=place.heads)
+    if place.count > 1:
         require_same_as_transformers(runner, loaded.model, layout)
         assert layout == load_model(directory, "float32", BLOCK_SIZE, attention="torch").layout
     tables = side_by_side(0, len(PROMPT_IDS), layout)

@@ -17,7 +17,7 @@ from paceline.engine.parallel.messages import (
     decode_to_follower,
     decode_to_leader,
     encode,
-    output_of,
+    outputs_of,
     step_of,
 )
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask
@@ -62,9 +62,9 @@ OUTPUTS = st.integers(1, 3).flatmap(
 @given(OUTPUTS)
 def test_a_follower_computes_the_batch_that_the_leader_computes(output: SchedulerOutput) -> None:
     """The same tokens at the same places in the same blocks, and the logits of the same rows."""
-    message = decode_to_follower(encode(step_of(output)))
+    message = decode_to_follower(encode(step_of([output])))
     assert isinstance(message, Step)
-    ours, theirs = (build_forward_batch(each, BLOCK_SIZE) for each in (output, output_of(message)))
+    ours, theirs = (build_forward_batch(each, BLOCK_SIZE) for each in (output, *outputs_of(message)))
     for name in ("token_ids", "positions", "logit_rows"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
     assert all(map(torch.equal, ours.slot_mappings, theirs.slot_mappings))
@@ -82,7 +82,9 @@ def test_nothing_of_how_to_sample_is_said() -> None:
     tasks = (SampleTask(SamplingParams(seed=seed), output_ids=(seed,)) for seed in (1, 2))
     said = [
         encode(
-            step_of(SchedulerOutput((ScheduledSequence(make_id(), (5,), 0, ((BlockId(0),),), (task,)),), ()))
+            step_of(
+                [SchedulerOutput((ScheduledSequence(make_id(), (5,), 0, ((BlockId(0),),), (task,)),), ())]
+            )
         )
         for task in tasks
     ]
@@ -92,7 +94,7 @@ def test_nothing_of_how_to_sample_is_said() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Start(1, 2, "/somewhere", 5.0, 1, "/model", "float32", 16, "auto"),
+        Start(1, 2, 1, "/somewhere", 5.0, 1, "/model", "float32", 16, "auto"),
         Pool(7, "int8", SharedMemoryOffer(12, 3, 4096, b"nonce")),
     ],
 )
@@ -112,4 +114,4 @@ def test_a_follower_has_one_answer() -> None:
     """And nothing else is taken for one."""
     assert decode_to_leader(encode(Done())) == Done()
     with pytest.raises(msgspec.MsgspecError):
-        decode_to_leader(encode(step_of(SchedulerOutput((), ()))))
+        decode_to_leader(encode(step_of([])))
