@@ -113,8 +113,8 @@ class Dispatcher:
             job.timeline.decode_worker = route.decode.key.worker_id
             job.prefill_worker = route.computing.key.worker_id
             job.timeline.prefill_worker = job.prefill_worker
-            yield Placed(attempt, route.prefill is None, reason, spec.candidates[0])
-            async with aclosing(self._on_route(job, spec, route)) as events:
+            placed = Placed(attempt, route.prefill is None, reason, spec.candidates[0])
+            async with aclosing(self._on_route(job, spec, route, placed)) as events:
                 async for event in events:
                     if isinstance(event, PromptComputed):
                         assigned.prompt_done()
@@ -124,20 +124,24 @@ class Dispatcher:
                         assigned.note_progress(event.num_computed_tokens)
                     yield event
 
-    def _on_route(self, job: Job, spec: SequenceSpec, route: Route) -> AsyncGenerator[DispatchEvent, None]:
+    def _on_route(
+        self, job: Job, spec: SequenceSpec, route: Route, placed: Placed
+    ) -> AsyncGenerator[DispatchEvent, None]:
+        """The client hears that it is placed while its worker begins, not before."""
         link = self._registry.link(route.decode.key)
         if link is None:
             raise PeerLostError(f"{route.decode.key.worker_id} has just gone")
         if route.prefill is None:
-            return self._local(job, spec, link, route.hint)
-        return self._disaggregated(job, spec, route.prefill, link, route.hint)
+            return self._local(job, spec, link, route.hint, placed)
+        return self._disaggregated(job, spec, route.prefill, link, route.hint, placed)
 
     async def _local(
-        self, job: Job, spec: SequenceSpec, link: DecodeLink, hint: PrefixHint | None
+        self, job: Job, spec: SequenceSpec, link: DecodeLink, hint: PrefixHint | None, placed: Placed
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The decode worker computes the prompt itself."""
         handle = link.submit(spec, hint=hint)
         try:
+            yield placed
             async with aclosing(self._decoded(job, handle, PromptScores(spec))) as events:
                 async for event in events:
                     yield event
@@ -145,13 +149,20 @@ class Dispatcher:
             handle.close()
 
     async def _disaggregated(
-        self, job: Job, spec: SequenceSpec, worker: WorkerView, link: DecodeLink, hint: PrefixHint | None
+        self,
+        job: Job,
+        spec: SequenceSpec,
+        worker: WorkerView,
+        link: DecodeLink,
+        hint: PrefixHint | None,
+        placed: Placed,
     ) -> AsyncGenerator[DispatchEvent, None]:
         """The prefill worker computes the prompt, the decode worker pulls its blocks meanwhile and goes on."""
         handle: DecodeHandle | None = None
         num_cached, scores = 0, PromptScores(spec)
         try:
-            async with aclosing(self._prefills.run(spec, worker, hint)) as responses:
+            async with self._prefills.asked(spec, worker, hint) as responses:
+                yield placed
                 async for response in responses:
                     match response.WhichOneof("event"):
                         case "started":
@@ -249,6 +260,8 @@ class Dispatcher:
             raise NoEndpointError("no worker is there; start some or wait until they are up")
         workers = [view for role in _ROLES for view in self._registry.views(role)]
         facts = await self._lookup.facts(job, workers)
+        # Of a later attempt more may be known, and other workers are there.
+        job.held_blocks = None
         job.unplaced.close()
         # Looked at after the look-ups: what others were given meanwhile counts.
         return self._placer.place(facts, *(self._registry.views(role) for role in _ROLES))

@@ -46,6 +46,7 @@ class Gate:
         known = self._prospects(job, PromptFacts(len(job.spec.prompt_ids), {}))
         found = self._refusal(job, known)
         if found is not None or self._may_be_late_for_realtime(job, known):
+            await self.look_up(job)
             known = self._prospects(job, await self._lookup.facts(job, self._workers()))
             found = self._refusal(job, known)
         if found is not None:
@@ -53,6 +54,11 @@ class Gate:
             raise error_of(found)
         if known:
             self._expect(job, known[0].way)
+
+    async def look_up(self, job: Job) -> None:
+        """Asks once what is cached of it, for its first attempt too."""
+        if job.held_blocks is None:
+            job.held_blocks = await self._lookup.held(job, self._workers())
 
     def _expect(self, job: Job, way: Way) -> None:
         """Until it is placed, whoever is asked for next sees it before itself: many may come at once."""

@@ -1,5 +1,6 @@
 """What a client sends becomes work for the workers here, or is refused: parsed, tokenised, measured against all limits."""
 
+import asyncio
 from dataclasses import dataclass
 
 from paceline.core.clock import monotonic
@@ -80,8 +81,9 @@ class Intake:
             queue_position=visit.position,
             n=request.n,
         )
-        # Last of all: what is refused above costs no tokens.
-        await visit.reserve(len(prompt_ids) + request.n * job.spec.max_tokens)
+        # Last of all: what is refused above costs no tokens. Both go to Redis and back at once; a look changes nothing.
+        num_tokens = len(prompt_ids) + request.n * job.spec.max_tokens
+        await asyncio.gather(visit.reserve(num_tokens), self._gate.look_up(job))
         return Call(request, job, output, visit)
 
     async def _require_time(self, job: Job, visit: Visit) -> None:

@@ -1,12 +1,13 @@
 """One request on its way through its workers, and what the dispatcher says about it."""
 
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from paceline.core.errors import BadFieldError, PeerLostError
+from paceline.core.prefix import WorkerKey
 from paceline.core.request import (
     MAX_LABEL_CHARS,
     FinishReason,
@@ -24,7 +25,7 @@ SESSION_ID: Final = "paceline-session-id"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An attempt has its workers; `is_local` means that the decode worker computes the prompt.
+    """An attempt's first worker has been asked; `is_local` means that the decode worker computes the prompt.
 
     `candidate` is the first one of those that it generates.
     """
@@ -103,6 +104,8 @@ class Job:
     attempt_numbers: Iterator[int] = field(default_factory=itertools.count)
     # What counts it to a worker before it is placed; closed then, or when it ends.
     unplaced: ExitStack = field(default_factory=ExitStack)
+    # What the prefix table has said of it before it is placed; None: it is asked then.
+    held_blocks: Mapping[WorkerKey, int] | None = None
     # What the client calls the conversation that this belongs to; empty: nothing.
     session_id: str = ""
 

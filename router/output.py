@@ -43,6 +43,7 @@ class OutputStream:
         self._num_prompt_tokens = num_prompt_tokens
         self._queue_position = queue_position
         self._num_cached_tokens: int | None = None
+        self._is_accepted = False
         self._num_responses = 0
         # Set once every candidate has ended: how the last one did.
         self.finish_reason: FinishReason | None = None
@@ -69,9 +70,11 @@ class OutputStream:
                 return self._tokens(event)
 
     def _placed(self, event: Placed) -> _Response:
-        if event.attempt > 0:
+        # The first one that it hears of need not be the first attempt: a worker may be gone before it is asked.
+        if self._is_accepted:
             migrated = inference_pb2.Migrated(attempt=event.attempt, reason=event.reason)
             return self._response(event.candidate, migrated=migrated)
+        self._is_accepted = True
         mode = inference_pb2.MODE_LOCAL if event.is_local else inference_pb2.MODE_DISAGGREGATED
         accepted = inference_pb2.Accepted(
             request_id=self._request_id, mode=mode, queue_position=self._queue_position

@@ -1,7 +1,8 @@
 """Calls of prefill workers: what each says, until it has ended, is given up, or nobody sees its worker any more."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 
@@ -25,10 +26,11 @@ class Prefills:
         self._channels = channels
         self._registry = registry
 
-    async def run(
+    @asynccontextmanager
+    async def asked(
         self, spec: SequenceSpec, worker: WorkerView, hint: PrefixHint | None
-    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """One prompt's responses; close the generator to give it up. Raises PacelineError.
+    ) -> AsyncIterator[AsyncIterator[prefill_pb2.PrefillResponse]]:
+        """Asks for one prompt; its responses. Leaving the block gives it up. Raises PacelineError, also out of the block.
 
         A process that hangs answers the pings of its connection, so that the call by itself would wait for ever.
         """
@@ -45,8 +47,7 @@ class Prefills:
         try:
             with self._registry.until_lost(worker.key, lose):
                 async with responses_of(call) as responses:
-                    async for response in responses:
-                        yield response
+                    yield responses
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error, name)
             await self._note_failure(worker, error)

@@ -19,14 +19,10 @@ class PromptLookup:
 
     async def facts(self, job: Job, workers: Iterable[WorkerView]) -> PromptFacts:
         """What is known of a job's next attempt. It may take a moment, in which the workers' load changes."""
-        known_ids, scope = job.spec.prompt_ids + job.output_ids, job.spec.cache_scope
-        held: dict[WorkerKey, int] = {}
-        if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
-            # One, unless workers cut their blocks in different ways.
-            for cut in {(worker.fingerprint, worker.block_size) for worker in workers}:
-                held |= await self._held(known_ids, scope, *cut)
+        held = await self.held(job, workers) if job.held_blocks is None else job.held_blocks
+        scope = job.spec.cache_scope
         return PromptFacts(
-            num_tokens=len(known_ids),
+            num_tokens=len(job.spec.prompt_ids) + len(job.output_ids),
             held_blocks=held,
             failed_on=frozenset(job.failed_on),
             num_candidates=len(job.candidates),
@@ -36,6 +32,16 @@ class PromptLookup:
             if job.session_id
             else prompt_key(job.spec.prompt_ids, scope),
         )
+
+    async def held(self, job: Job, workers: Iterable[WorkerView]) -> dict[WorkerKey, int]:
+        """How many leading blocks of a job's next attempt each worker holds."""
+        known_ids, scope = job.spec.prompt_ids + job.output_ids, job.spec.cache_scope
+        held: dict[WorkerKey, int] = {}
+        if not job.spec.bypass_cache and not job.owes_prompt_logprobs:
+            # One, unless workers cut their blocks in different ways.
+            for cut in {(worker.fingerprint, worker.block_size) for worker in workers}:
+                held |= await self._held(known_ids, scope, *cut)
+        return held
 
     async def _held(
         self, token_ids: Sequence[int], scope: str, fingerprint: bytes, block_size: int

@@ -118,6 +118,19 @@ async def test_a_local_request_takes_the_decode_tier_only() -> None:
     assert [has_ticket for _, has_ticket in cluster.decode[0].submits] == [False]
 
 
+@pytest.mark.parametrize("mode", ["always", "never"])
+async def test_a_worker_is_asked_before_its_client_hears_of_it(mode: str) -> None:
+    """It begins while the client's message is on its way."""
+    async with scripted_cluster(disaggregate=mode) as cluster:
+        prefill, decode = cluster.workers
+        async with aclosing(cluster.dispatcher.run(cluster.job(make_spec()))) as events:
+            assert isinstance(await anext(events), Placed)
+            if mode == "always":
+                await prefill.until(lambda: len(prefill.prefills) == 1)
+            else:
+                await decode.until(lambda: len(decode.submits) == 1)
+
+
 async def test_a_long_local_prompt_says_how_far_it_is() -> None:
     """As one that is computed apart; its worker has the whole of it on its account until it is done."""
     progress_of = [SequenceEvent(progress=SequenceProgress(computed_tokens=number)) for number in (8, 16)]

@@ -18,9 +18,10 @@ from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
 from router.gate import Gate
 from router.in_time import Bounds
-from router.intake import Intake
+from router.intake import Call, Intake
 from router.job import Job, Placed
-from router.rate_limit import LocalRateLimiter, Rate
+from router.prompt_lookup import PromptLookup
+from router.rate_limit import Grant, LocalRateLimiter, Rate
 from router.slots import LocalSlots
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
@@ -47,9 +48,9 @@ class CountingIndex(MemoryPrefixIndex):
 class Scene:
     """A router whose one prefill worker has said what it has to do."""
 
-    def __init__(self, cluster: ScriptedCluster, bounds: Bounds) -> None:
+    def __init__(self, cluster: ScriptedCluster, bounds: Bounds, index: CountingIndex) -> None:
         self.cluster = cluster
-        self.index = CountingIndex()
+        self.index = index
         self.gate = Gate(
             bounds, cluster.config.placement_rules, cluster.registry, self.index, clock=cluster.clock
         )
@@ -77,10 +78,13 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(bounds: Bounds = Bounds()) -> AsyncIterator[Scene]:  # noqa: B008 - it is frozen
+async def scene(
+    bounds: Bounds = Bounds(),  # noqa: B008 - it is frozen
+    index: CountingIndex | None = None,
+) -> AsyncIterator[Scene]:
     """One of each tier; the prefill worker computes."""
     async with scripted_cluster() as cluster:
-        yield Scene(cluster, bounds)
+        yield Scene(cluster, bounds, index or CountingIndex())
 
 
 async def test_a_request_that_would_come_too_late_hears_when_it_would_not() -> None:
@@ -174,6 +178,58 @@ async def test_a_realtime_request_may_keep_its_promise_with_what_is_cached() -> 
         assert router.index.num_asked == 1
 
 
+class Together(CountingIndex):
+    """Answers once tokens are asked for too."""
+
+    def __init__(self, both: asyncio.Barrier) -> None:
+        super().__init__()
+        self._both = both
+
+    async def lookup(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
+        """See MemoryPrefixIndex."""
+        await self._both.wait()
+        return await super().lookup(hashes)
+
+
+class TogetherLimiter(LocalRateLimiter):
+    """Gives tokens once the table is asked too."""
+
+    def __init__(self, both: asyncio.Barrier) -> None:
+        super().__init__(ManualClock(1000.0))
+        self._both = both
+
+    async def take(self, name: str, rate: Rate, cost: int) -> Grant:
+        """See RateLimiter."""
+        if name.startswith("tokens"):
+            await self._both.wait()
+        return await super().take(name, rate, cost)
+
+
+async def test_the_table_is_asked_while_tokens_are_reserved_and_not_again(byte_level: Tokenizer) -> None:
+    """The two ways to Redis and back take the time of one, and the first attempt goes by that answer."""
+    both = asyncio.Barrier(2)
+    index = Together(both)
+    async with scene(index=index) as router:
+        intake = Intake(
+            router.cluster.config, byte_level, router.cluster.registry, CacheScopes(b""), router.gate
+        )
+        admission = AdmissionController(Door(9), TogetherLimiter(both), LocalSlots())
+        async with asyncio.timeout(10):
+            call = await _read(intake, admission)
+        assert call.job.held_blocks == {}
+        await PromptLookup(index).facts(call.job, router.cluster.registry.views(PREFILL))
+        assert index.num_asked == 1
+
+
+async def test_an_attempt_after_the_first_asks_the_table_anew() -> None:
+    """What it said before the first one is of no use then: output has come, and others may hold more."""
+    async with scene() as router:
+        job = router.job()
+        await router.gate.look_up(job)
+        await router.cluster.run(job)
+        assert job.held_blocks is None
+
+
 async def test_whoever_is_refused_is_not_charged(byte_level: Tokenizer) -> None:
     """A tenant with one request a minute has it still, and all of its tokens."""
     async with scene(Bounds(max_delay_s=1.0)) as router:
@@ -193,10 +249,11 @@ async def test_whoever_is_refused_is_not_charged(byte_level: Tokenizer) -> None:
             await _read(intake, admission)
 
 
-async def _read(intake: Intake, admission: AdmissionController) -> None:
+async def _read(intake: Intake, admission: AdmissionController) -> Call:
     request = inference_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=SPEC.prompt_ids))
     request.stopping.max_tokens = 4
     raw = request.SerializeToString()
     async with admission.admit(ONCE_A_MINUTE, len(raw)) as visit:
         call = await intake.read(raw, RequestId("r"), visit, None)
         visit.use(len(call.job.spec.prompt_ids) + 4)
+        return call

@@ -4,18 +4,22 @@ import asyncio
 import gc
 import os
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
 
+from paceline.core.request import SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
+from router.dispatcher import Dispatcher
 from router.gate import Gate
 from router.intake import Intake
+from router.job import DispatchEvent, Job, Placed
+from router.placement import Route
 from router.rate_limit import LocalRateLimiter
 from router.service import InferenceServicer
 from router.slots import LocalSlots
@@ -38,7 +42,7 @@ class Desk:
             registry,
             index,
             self.admission,
-            cluster.dispatcher,
+            Placing(config, registry, index, cluster.channels),
             Tenants(""),
             max_unread_s=30.0,
         )
@@ -48,6 +52,16 @@ class Desk:
         for number in range(first, last):
             with pytest.raises(asyncio.CancelledError):
                 await self._service.Generate(_request(number), Leaver())  # type: ignore[arg-type] # all that is asked of a context
+
+
+class Placing(Dispatcher):
+    """It chooses workers, and asks nothing of them."""
+
+    async def _on_route(
+        self, job: Job, spec: SequenceSpec, route: Route, placed: Placed
+    ) -> AsyncGenerator[DispatchEvent, None]:
+        yield placed
+        await asyncio.sleep(0)
 
 
 class Leaver(Call):

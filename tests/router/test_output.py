@@ -86,6 +86,12 @@ def test_a_later_attempt_is_told_as_a_migration(byte_level: Tokenizer) -> None:
     assert responses[2].migrated == inference_pb2.Migrated(attempt=1, reason="PEER_LOST")
 
 
+def test_a_request_is_accepted_once_a_worker_has_been_asked(byte_level: Tokenizer) -> None:
+    """The worker of its first attempt may be gone before that: nothing has moved that the client knew of."""
+    (response,) = _take(_stream(byte_level), Placed(1, is_local=True, reason="PEER_LOST"))
+    assert response.HasField("accepted")
+
+
 def test_progress_and_the_end_of_the_prefill_are_told_with_lengths(byte_level: Tokenizer) -> None:
     """Tokens computed, of how many, how many cached, and by whom."""
     progress, done = _take(_stream(byte_level), PromptProgress(3), PromptComputed(4, "prefill-0"))
