@@ -16,13 +16,13 @@ from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.commands import redis_command, router_command, worker_command
 from paceline.launcher.config import UpConfig, require_free_sections
 from paceline.launcher.layout import Layout, metrics_ports, router_ports
-from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
 from paceline.runtime.channels import Channels
 from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.private_dir import private_dir
 from paceline.runtime.processor import resolve_dtype
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.core.errors import EngineFailedError
 from paceline.runtime.log import get_logger
+from paceline.runtime.private_dir import private_dir
 from paceline.runtime.tether import tethered
 from paceline.worker.config import WorkerConfig
 
@@ -102,9 +103,9 @@ async def owned_followers(config: WorkerConfig) -> AsyncIterator[OwnedFollowers 
     from paceline.engine.parallel.leader import Followers  # noqa: PLC0415
 
     async with AsyncExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=".paceline-ranks-"))
+        directory = stack.enter_context(private_dir(Path(tempfile.gettempdir()), ".paceline-ranks-"))
         started = [await _start(config, rank, stack) for rank in range(1, num_ranks)]
-        rendezvous, timeout_s = str(Path(directory) / "rendezvous"), max(_LEAST_TIMEOUT_S, config.stall_s)
+        rendezvous, timeout_s = str(directory / "rendezvous"), max(_LEAST_TIMEOUT_S, config.stall_s)
         followers = Followers(
             [link for link, _ in started], rendezvous, timeout_s, tp=config.tp, pp=config.pp
         )

@@ -1,5 +1,8 @@
 """A worker of two processes: real ones, with a tiny model, of which each has half of the heads, or half of the layers."""
 
+import asyncio
+import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +12,13 @@ import pytest_asyncio
 import torch
 from torch import distributed
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, EngineFailedError
 from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.engine.engine import Runner
+from paceline.engine.events import PromptScored
 from paceline.engine.model_loader import load_model
 from paceline.engine.model_runner import ModelRunner, side_by_side
-from paceline.engine.parallel.leader import ParallelRunner
+from paceline.engine.parallel.leader import Followers, ParallelRunner
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from paceline.worker.config import WorkerConfig
 from paceline.worker.followers import OwnedFollowers, owned_followers
@@ -185,6 +189,23 @@ async def test_nobody_else_can_write_to_the_pool(loaded: LoadedRunner) -> None:
         type(pool)(pool.offer.num_bytes, joins=pool.offer)
 
 
+async def test_probabilities_of_prompt_tokens_are_those_of_one_process(
+    loaded: LoadedRunner, alone: ModelRunner
+) -> None:
+    """Up to rounding; each token that is known is scored once, whatever the cuts."""
+    spec = make_spec("scored", tuple(range(30, 70)), max_tokens=2, prompt_logprobs=True, num_top_logprobs=2)
+    found = []
+    for runner in (loaded.runner, alone):
+        bench = Bench(NUM_BLOCKS, runner=runner, max_num_batched_tokens=25)
+        bench.add(spec)
+        bench.run()
+        scored = bench.of(spec.sequence_id, PromptScored)
+        found.append([entry for event in scored for entry in event.logprobs])
+    assert [entry.token_id for entry in found[0]] == list(range(31, 70))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -201,3 +222,33 @@ async def test_what_cannot_be_computed_in_parts_is_refused(settings: dict[str, o
     """Before anything is started."""
     with pytest.raises(ConfigError, match=why):
         WorkerConfig(model="somewhere", **settings)  # type: ignore[arg-type] # each has its field's type
+
+
+@pytest.fixture
+async def ended() -> OwnedFollowers:
+    """A follower that has ended before anybody told it to."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "pass")
+    owned = OwnedFollowers(Followers([], "", 1.0), [process])
+    await owned.watch(1)
+    return owned
+
+
+async def test_nobody_waits_for_a_follower_that_is_lost_while_it_loads(
+    ended: OwnedFollowers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever rank 0 is doing meanwhile, even if it waits for ever."""
+    monkeypatch.setattr("paceline.worker.followers._OWN_WORDS_S", 0.001)
+    for_ever = threading.Event()
+    with pytest.raises(EngineFailedError, match="has ended while the model was loaded"):
+        await ended.unless_lost(for_ever.wait)
+    for_ever.set()
+
+
+async def test_who_has_a_better_reason_says_it(ended: OwnedFollowers) -> None:
+    """All ranks refuse a model that cannot be served, and rank 0's words are those that are read."""
+
+    def refuse() -> None:
+        raise ConfigError("cannot load the model")
+
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        await ended.unless_lost(refuse)
