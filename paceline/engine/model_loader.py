@@ -18,6 +18,7 @@ from paceline.engine.exact.model import make_exact
 from paceline.engine.fusion import pack_linears
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
+from paceline.engine.parallel.packing import pack_parts
 from paceline.engine.parallel.place import WHOLE, Place
 from paceline.engine.parallel.plan import whole_layout
 from paceline.engine.parallel.stages import StagedForward, gathered
@@ -78,6 +79,8 @@ def load_model(
         make_exact(model)
     else:
         choose_attention(model, attention)
+        if place.heads.count > 1:
+            pack_parts(model)
         pack_linears(model)
     return LoadedModel(
         model=model,
@@ -160,7 +163,7 @@ def _from_pretrained(directory: Path, dtype: str, place: Place) -> PreTrainedMod
             f"cannot load the model in {directory}: {str(error).partition(chr(10))[0]}"
         ) from error
     if place.stage.count > 1:
-        model.forward = StagedForward(model, place.stage)
+        model.forward = StagedForward(model, place.stage, model.dtype)
     return cast("PreTrainedModel", model.eval())  # type: ignore[no-untyped-call] # it has no annotations
 
 

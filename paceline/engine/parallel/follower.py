@@ -15,6 +15,7 @@ from paceline.engine.parallel.group import join_group
 from paceline.engine.parallel.link import Link
 from paceline.engine.parallel.messages import Done, Pool, Start, Step, decode_to_follower, encode, outputs_of
 from paceline.engine.parallel.place import Place
+from paceline.engine.parallel.stages import StagedForward
 from paceline.runtime.log import get_logger
 from paceline.runtime.pool_memory import PoolMemory
 
@@ -34,7 +35,7 @@ def follow(link: Link) -> None:
         runner = _runner(loaded, pool)
         link.send(_DONE)
         log.info("follower_ready", rank=start.rank, num_threads=torch.get_num_threads())
-        _follow_steps(link, runner, loaded.layout.block_size)
+        _follow_steps(link, runner, loaded)
 
 
 def _load(start: Start) -> LoadedModel:
@@ -53,10 +54,13 @@ def _runner(loaded: LoadedModel, pool: Pool) -> ModelRunner:
 
 
 @torch.inference_mode()
-def _follow_steps(link: Link, runner: ModelRunner, block_size: int) -> None:
+def _follow_steps(link: Link, runner: ModelRunner, loaded: LoadedModel) -> None:
+    block_size, forward = loaded.layout.block_size, loaded.model.forward
     while True:
         step = decode_to_follower(link.receive())
         assert isinstance(step, Step), "then steps, and nothing else"
         for batch in outputs_of(step):
             runner.forward(build_forward_batch(batch, block_size))
+        if isinstance(forward, StagedForward):
+            forward.flush()
         link.send(_DONE)

@@ -1,7 +1,6 @@
 """A model of which each process has some layers: what one has computed is what the next one begins with."""
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,9 +30,10 @@ class StagedForward:
 
     model: PreTrainedModel
     stage: Stage
+    dtype: torch.dtype  # of what is handed on; the model itself may have no parameter left that tells
     _waited_s: float = 0.0
-    # What the next stage may not have taken yet is kept.
-    _sent: deque[tuple[distributed.Work, Tensor]] = field(default_factory=deque)
+    # What the next stage may not have taken yet: once forgotten, it is not sent any more.
+    _sent: list[tuple[distributed.Work, Tensor]] = field(default_factory=list)
 
     def __call__(
         self,
@@ -56,13 +56,19 @@ class StagedForward:
         self._send(hidden)
         return StageOutput(hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
+    def flush(self) -> None:
+        """Returns when the next stage has taken everything."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
     def take_wait_s(self) -> float:
         """For how long the stage before has been waited for since this was asked last."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def _receive(self, shape: torch.Size) -> Tensor:
-        hidden = torch.empty(*shape, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
+        hidden = torch.empty(*shape, self.model.config.get_text_config().hidden_size, dtype=self.dtype)
         begin_s = time.perf_counter()
         distributed.recv(hidden, self.stage.index - 1)
         self._waited_s += time.perf_counter() - begin_s
@@ -72,8 +78,6 @@ class StagedForward:
         work = distributed.isend(hidden, self.stage.index + 1)
         assert work is not None, "this process is one of the group"
         self._sent.append((work, hidden))
-        if len(self._sent) > self.stage.count:
-            self._sent.popleft()[0].wait()
 
 
 def gathered(layers: Mapping[int, LayerKV], num_layers: int) -> dict[int, LayerKV]:

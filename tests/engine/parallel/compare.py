@@ -5,6 +5,7 @@ Rank 0 prints a JSON object: by name how far (relative L2) their logits are from
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from paceline.engine.model_loader import load_model
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers, side_by_side
 from paceline.engine.parallel.group import join_group
 from paceline.engine.parallel.place import WHOLE, Place
+from paceline.engine.parallel.stages import StagedForward
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import make_id
 
@@ -44,6 +46,7 @@ def _compared(name: str, rank: int, place: Place, directory: Path) -> float | st
     try:
         whole, part = (_logits(directory, each) for each in (WHOLE, place))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     return float((part - whole).norm() / whole.norm()) if rank == 0 else 0.0
 
@@ -65,6 +68,8 @@ def _logits(directory: Path, place: Place) -> Tensor:
             make_id(), PROMPT_IDS[first:last], first, tables, samples=(SampleTask(SamplingParams()),)
         )
         logits = runner.forward(build_forward_batch(SchedulerOutput((item,), ()), BLOCK_SIZE))
+    if isinstance(loaded.model.forward, StagedForward):
+        loaded.model.forward.flush()
     return logits
 
 
