@@ -12,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.core.errors import EngineFailedError
+from paceline.engine.parallel.link import Link
 from paceline.runtime.log import get_logger
 from paceline.runtime.private_dir import private_dir
 from paceline.runtime.tether import tethered
@@ -19,7 +20,6 @@ from paceline.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from paceline.engine.parallel.leader import Followers
-    from paceline.engine.parallel.link import Link
 
 # A rank may first have to compile what the others wait for.
 _LEAST_TIMEOUT_S = 120.0
@@ -99,12 +99,12 @@ async def owned_followers(config: WorkerConfig) -> AsyncIterator[OwnedFollowers 
     if num_ranks == 1:
         yield None
         return
-    # Imported here: torch is needed by none but workers of several processes so early.
-    from paceline.engine.parallel.leader import Followers  # noqa: PLC0415
-
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(private_dir(Path(tempfile.gettempdir()), ".paceline-ranks-"))
         started = [await _start(config, rank, stack) for rank in range(1, num_ranks)]
+        # Imported here: torch is needed by none but workers of several processes so early, and takes seconds, which they take meanwhile.
+        from paceline.engine.parallel.leader import Followers  # noqa: PLC0415
+
         rendezvous, timeout_s = str(directory / "rendezvous"), max(_LEAST_TIMEOUT_S, config.stall_s)
         followers = Followers(
             [link for link, _ in started], rendezvous, timeout_s, tp=config.tp, pp=config.pp
@@ -118,9 +118,7 @@ async def owned_followers(config: WorkerConfig) -> AsyncIterator[OwnedFollowers 
                 watch.cancel()
 
 
-async def _start(config: WorkerConfig, rank: int, stack: AsyncExitStack) -> "tuple[Link, Process]":
-    from paceline.engine.parallel.link import Link  # noqa: PLC0415
-
+async def _start(config: WorkerConfig, rank: int, stack: AsyncExitStack) -> tuple[Link, Process]:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "paceline.engine.parallel"]
     with closing(theirs):

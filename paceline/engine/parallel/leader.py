@@ -55,11 +55,6 @@ class Followers:
         for link in self._links:
             decode_to_leader(link.receive(timeout_s=self.timeout_s))
 
-    def close(self) -> None:
-        """They end."""
-        for link in self._links:
-            link.close()
-
 
 class ParallelRunner:
     """A Runner whose model several processes compute, in parts or in stages. This one alone chooses tokens.
@@ -106,7 +101,7 @@ def _num_batches(output: SchedulerOutput, num_stages: int) -> int:
 
 
 def joined_by(followers: Followers, model: Path, dtype: str, block_size: int, attention: str) -> Place:
-    """Has all ranks find each other, and the followers load their parts, as rank 0 now has to; gives its own place."""
+    """Has all ranks find each other, and the followers load what is theirs, as rank 0 now has to; gives its own place."""
     tp, pp, rendezvous, timeout_s = followers.tp, followers.pp, followers.rendezvous, followers.timeout_s
     require_place(model, tp=tp, pp=pp)
     num_threads = torch.get_num_threads()
@@ -125,7 +120,7 @@ def share_pool(layout: KVLayout, num_blocks: int, followers: Followers) -> PoolM
     """Memory for so many blocks that all ranks have mapped, and nobody else can write to."""
     pool = PoolMemory(num_blocks * layout.block_bytes, is_sealed=False)
     if pool.offer is None:
-        raise ConfigError("--tp needs memory that processes can share, which only Linux has")
+        raise ConfigError("--tp and --pp need memory that processes can share, which only Linux has")
     followers.say(Pool(num_blocks, layout.dtype, pool.offer))
     followers.wait_done()
     pool.seal()
