@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,13 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
+from paceline.runtime.cores import Cores
 from paceline.runtime.log import get_logger
 from paceline.runtime.memory import free_memory_bytes
 from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
+from paceline.worker.lent_cores import LentCoresRunner
 
 if TYPE_CHECKING:
     from paceline.engine.model_loader import LoadedModel
@@ -66,12 +70,13 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
 
     from paceline.engine.exact.model import require_exact  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
-    from paceline.engine.parallel.group import share_of_threads  # noqa: PLC0415
+    from paceline.engine.parallel.group import set_threads_of_each  # noqa: PLC0415
 
     # The log is for lines, and a bar is none.
     disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
-    torch.set_num_threads(share_of_threads(config.threads, config.tp * config.pp))
+    set_threads = partial(set_threads_of_each, num_ranks=config.tp * config.pp)
+    set_threads(config.threads)
     dtype = resolve_dtype(config.dtype)
     loaded = _load_checked(config, dtype, followers)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
@@ -84,13 +89,20 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
     log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count(), dtype=dtype)
     return LoadedRunner(
-        runner=runner,
+        runner=_on_lent_cores(config, runner, set_threads),
         fingerprint=fingerprint,
         layout=loaded.layout,
         capacity=capacity,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
+
+
+def _on_lent_cores(config: WorkerConfig, runner: Runner, set_threads: Callable[[int], None]) -> Runner:
+    if not config.cores_file:
+        return runner
+    own = range(config.first_core, config.first_core + config.threads)
+    return LentCoresRunner(runner, Cores(Path(config.cores_file), own), set_threads)
 
 
 def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None") -> "LoadedModel":

@@ -59,6 +59,8 @@ def _follow_steps(link: Link, runner: ModelRunner, loaded: LoadedModel) -> None:
     while True:
         step = decode_to_follower(link.receive())
         assert isinstance(step, Step), "then steps, and nothing else"
+        if step.num_threads != torch.get_num_threads():
+            torch.set_num_threads(step.num_threads)
         for batch in outputs_of(step):
             runner.forward(build_forward_batch(batch, block_size))
         if isinstance(forward, StagedForward):

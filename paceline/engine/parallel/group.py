@@ -28,6 +28,6 @@ def join_group(place: Place, rendezvous: str, timeout_s: float) -> None:
     )
 
 
-def share_of_threads(num_threads: int, num_ranks: int) -> int:
-    """Of the worker's threads those of each rank; 0 threads are torch's own choice."""
-    return max(1, (num_threads or torch.get_num_threads()) // num_ranks)
+def set_threads_of_each(num_threads: int, *, num_ranks: int) -> None:
+    """This process computes on its share of the worker's threads, on one at least; 0 threads are torch's own choice."""
+    torch.set_num_threads(max(1, (num_threads or torch.get_num_threads()) // num_ranks))

@@ -83,7 +83,7 @@ class ParallelRunner:
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
         batches = cut(output, _num_batches(output, self._followers.pp))
-        self._followers.say(step_of(batches))
+        self._followers.say(step_of(batches, torch.get_num_threads()))
         step = self._runner.execute_batches(batches)
         # Only now is what they have written to the pool there for others to read.
         self._followers.wait_done()

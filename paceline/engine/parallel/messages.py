@@ -56,6 +56,8 @@ class Step(Struct, frozen=True, gc=False, tag=True):
     """One step, in batches that are computed one after the other. Done: their keys and values are in the pool."""
 
     batches: tuple[tuple[SequenceWork, ...], ...]
+    # Of each rank: a worker may have been lent cores.
+    num_threads: int
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -88,9 +90,9 @@ def decode_to_leader(data: bytes) -> Done:
     return _TO_LEADER.decode(data)
 
 
-def step_of(batches: Sequence[SchedulerOutput]) -> Step:
+def step_of(batches: Sequence[SchedulerOutput], num_threads: int = 1) -> Step:
     """What followers need of a step."""
-    return Step(tuple(tuple(map(_work, batch.scheduled)) for batch in batches))
+    return Step(tuple(tuple(map(_work, batch.scheduled)) for batch in batches), num_threads)
 
 
 def outputs_of(step: Step) -> Iterator[SchedulerOutput]:

@@ -5,14 +5,18 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import HeadPart
-from paceline.engine.parallel.group import join_group, share_of_threads
+from paceline.engine.parallel.group import join_group, set_threads_of_each
 from paceline.engine.parallel.place import WHOLE, Place
 
 
-def test_threads_are_shared_out_and_nobody_is_without_one() -> None:
+def test_threads_are_shared_out_and_nobody_is_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own choice too."""
-    assert [share_of_threads(8, num_ranks) for num_ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
-    assert share_of_threads(0, 1) == torch.get_num_threads()
+    shares: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", shares.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    for num_threads, num_ranks in ((8, 1), (8, 2), (8, 3), (8, 16), (0, 1), (0, 2)):
+        set_threads_of_each(num_threads, num_ranks=num_ranks)
+    assert shares == [8, 4, 2, 1, 6, 3]
 
 
 def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
