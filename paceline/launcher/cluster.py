@@ -29,6 +29,9 @@ from paceline.runtime.processor import resolve_dtype
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
 _SECRET_BYTES = 32
+# Turns in which a thread waits for the next piece of a step before it sleeps; some tens of microseconds. By itself it would
+# go on for milliseconds, on a core that others have meanwhile.
+_SPIN_COUNT = "10000"
 
 
 # --- what to start: decided here, done by the supervisor ----------------------------------------------------
@@ -45,7 +48,7 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
             worker,
             worker_command(layout, worker),
             serving(layout.worker_address(worker)),
-            env={"OMP_NUM_THREADS": threads},
+            env={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": _SPIN_COUNT},
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
