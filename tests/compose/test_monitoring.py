@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
@@ -17,6 +18,8 @@ from tests.compose.files import COMPOSE
 
 # Prometheus adds these to what it reads.
 ADDED_LABELS = {"instance", "job"}
+# Grafana puts a time in here before Prometheus sees it.
+GRAFANAS_OWN = re.compile(r"\$__\w+")
 _METRIC = re.compile(r"paceline_\w+")
 _SELECTOR = re.compile(r"(paceline_\w+|up)\{([^}]*)\}")
 _GROUPED = re.compile(r"\bby \(([^)]*)\)")
@@ -77,6 +80,21 @@ def expressions() -> list[str]:
 def test_what_is_asked_for_is_exported(expression: str) -> None:
     """Each series exists, and so does each label that it is chosen or grouped by."""
     assert complaints(expression) == []
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_prometheus_would_parse_what_is_asked(expression: str) -> None:
+    """A real parser of its language takes each, and knows what to make of each part of it."""
+    promql_parser.parse(GRAFANAS_OWN.sub("5m", expression))
+
+
+@pytest.mark.parametrize(
+    "expression", ["sum(rate(paceline_workers[5m])", "rate(paceline_workers)", "paceline_workers{tier=}"]
+)
+def test_what_does_not_parse_is_noticed(expression: str) -> None:
+    """The check above can fail: on brackets, on a function of a range that is given a value, on a selector."""
+    with pytest.raises(ValueError, match=r"."):
+        promql_parser.parse(expression)
 
 
 @pytest.mark.parametrize(
