@@ -178,7 +178,7 @@ def _is_meant(target: Mapping[str, str], each: Object) -> bool:
 
 
 def _apply(operations: list[Object], each: Object) -> None:
-    """A patch of RFC 6902, of which `add` and `remove` are used, on keys of objects and numbers of lists."""
+    """A patch of RFC 6902, of which `add` and `remove` are used, on keys of objects and numbers or ends of lists."""
     for operation in operations:
         *parents, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
         where: Any = each
@@ -188,7 +188,11 @@ def _apply(operations: list[Object], each: Object) -> None:
             del where[last]
         else:
             assert operation["op"] == "add"
-            where[last] = deepcopy(operation["value"])
+            # "-" is the end of a list.
+            if last == "-":
+                where.append(deepcopy(operation["value"]))
+            else:
+                where[last] = deepcopy(operation["value"])
 
 
 def _retag(objects: list[Object], image: str, tag: str) -> None:

@@ -396,8 +396,11 @@ def test_the_gpu_component_does_not_pretend() -> None:
     assert ("NOTHING USES THEM YET" in text) == (not can_use_one)
     assert ("--device=" in text) == can_use_one
     for tier in ("prefill", "decode"):
-        limits = main_container(templates(WHOLE)[tier])["resources"]["limits"]
-        assert limits["nvidia.com/gpu"] == 1
+        container = main_container(templates(WHOLE)[tier])
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        (cache,) = [each["value"] for each in container["env"] if each["name"] == "TRITON_CACHE_DIR"]
+        writable = [each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")]
+        assert any(cache.startswith(f"{path}/") for path in writable)
 
 
 def _created() -> dict[str, dict[str, str]]:
