@@ -13,7 +13,8 @@ _GIB = 1 << 30
 def test_what_a_token_takes(row: list[str]) -> None:
     """Bytes of a token and of a block, and what a GiB holds, follow from the layers that the row has."""
     layers, heads, size = (int(cell) for cell in row[1:4])
-    layout = KVLayout((LayerKV(heads, size, size),) * layers, 16, *code_in(row[4]))
+    (dtype,) = code_in(row[4])
+    layout = KVLayout((LayerKV(heads, size, size),) * layers, 16, dtype)
     blocks = _GIB // layout.block_bytes
     shown = [int(cell.replace(",", "")) for cell in row[5:]]
     assert shown == [layout.block_bytes // 16, layout.block_bytes, blocks, blocks * 16]
