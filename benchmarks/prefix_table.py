@@ -20,8 +20,8 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import BlockId
 from paceline.core.prefix import PrefixEntry, WorkerKey
 from paceline.core.request import BootEpoch, WorkerId
-from paceline.launcher.tether import tethered
 from paceline.prefix_index.redis_index import RedisPrefixIndex
+from paceline.runtime.tether import tethered
 
 # 4,000 tokens are 250 blocks of 16.
 LENGTHS = (1, 10, 100, 250, 500)

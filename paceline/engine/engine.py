@@ -244,6 +244,7 @@ def _report(
         num_sampled_tokens=len(computed.token_ids),
         scheduler_s=scheduler_s,
         runner_s=runner_s,
+        bubble_s=computed.bubble_s,
     )
 
 

@@ -50,16 +50,22 @@ def pack_linears(model: PreTrainedModel) -> int:
             if _is_plain(child) and (packed := _packed(cast("nn.Linear", child))) is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
-    # The rest is copied: it lies in a mapping of the file, which holds what is packed too for as long as anything of it is used.
-    for parameter in model.parameters() if num_packed else ():
-        parameter.data = parameter.data.clone()
+    if num_packed:
+        let_go_of_file(model)
     log.info("weights_packed", num_layers=num_packed)
     return num_packed
 
 
+def let_go_of_file(model: nn.Module) -> None:
+    """Copies what is not packed: it lies in a mapping of the file, which holds what is packed too for as long as anything of it is used."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is a linear layer and nothing more, such as one that others have hooked into."""
+    """Whether it is a linear layer and nothing more, such as one that others have hooked into, or of which this process has a part."""
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - there is no other way to ask
+    has_hooks |= "forward" in vars(module)
     return type(module) is nn.Linear and module.weight.device.type == "cpu" and not has_hooks
 
 
@@ -76,5 +82,10 @@ def _packed(linear: nn.Linear) -> PackedLinear | None:
     except (AttributeError, RuntimeError):
         # Another build of torch, or a processor that oneDNN knows no such product for.
         return None
-    is_same = torch.allclose(found, linear(rows), rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
-    return packed if is_same else None
+    return packed if is_same(found, linear(rows)) else None
+
+
+def is_same(found: Tensor, expected: Tensor) -> bool:
+    """Whether two products of one type are equal up to rounding."""
+    tolerance = _TOLERANCE[expected.dtype]
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

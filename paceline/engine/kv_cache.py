@@ -4,7 +4,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout, LayerKV
 from paceline.engine.kv_quant import SCALE_DTYPE, dequantise, quantise
 from paceline.runtime.pool_memory import PoolMemory
 
@@ -20,22 +20,33 @@ class KVCache:
     `[num_blocks, block_size, num_kv_heads, key_dim]`; `values[layer]` likewise. Of a quantised type they are bytes, and
     `key_scales[layer]` and `value_scales[layer]`, `[num_blocks, block_size, num_kv_heads, 1]`, give them their size. A layer
     that shares the keys and values of another one has the other one's views.
+
+    A process that computes a part of the heads has views of those alone, `[num_blocks, block_size, its heads, key_dim]`. Its blocks are
+    the whole ones, which it has in common with the processes of the other parts: they lie in a `pool` that all of them have mapped.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        heads: HeadPart = ALL_HEADS,
+        pool: PoolMemory | None = None,
+    ) -> None:
         self.layout = layout
+        self.heads = heads
         self.block_bytes = layout.block_bytes
-        self.pool = PoolMemory(num_blocks * layout.block_bytes)
+        self.pool = pool or PoolMemory(num_blocks * layout.block_bytes)
         self._bytes = self.pool.buffer
-        pool = torch.frombuffer(self._bytes, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
-        self._blocks = pool
+        blocks = torch.frombuffer(self._bytes, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
+        self._blocks = blocks
         self._is_quantised = layout.kv_type.scale_bytes > 0
         self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
-        self._make_views(pool)
+        self._make_views(blocks)
 
     def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim].
@@ -116,7 +127,8 @@ class KVCache:
                     continue
                 shape = (len(pool), self.layout.block_size, layer.num_kv_heads, vector_bytes)
                 end = starts[group] + self.layout.block_size * layer.num_kv_heads * vector_bytes
-                views.append(pool[:, starts[group] : end].view(shape).view(dtype))
+                whole = pool[:, starts[group] : end].view(shape).view(dtype)
+                views.append(whole.chunk(self.heads.count, dim=2)[self.heads.index])
                 starts[group] = end
 
     def _runs_of(self, layer: LayerKV) -> list[tuple[list[Tensor], int, torch.dtype]]:

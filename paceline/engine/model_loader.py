@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
@@ -17,7 +18,11 @@ from paceline.engine.exact.model import make_exact
 from paceline.engine.fusion import pack_linears
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
-from paceline.engine.probe import probe_layers
+from paceline.engine.parallel.packing import pack_parts
+from paceline.engine.parallel.place import WHOLE, Place
+from paceline.engine.parallel.plan import whole_layout
+from paceline.engine.parallel.stages import StagedForward, gathered
+from paceline.engine.probe import Gather, probe_layers
 from paceline.runtime.log import get_logger
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json")
@@ -37,6 +42,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_tokens: int
+    # What of the model this process computes; `layout` is of all layers and heads.
+    place: Place = WHOLE
 
 
 def load_model(
@@ -47,19 +54,24 @@ def load_model(
     kv_dtype: str = "auto",
     mla: str = "expanded",
     attention: str = "auto",
+    *,
+    place: Place = WHOLE,
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
     model with latent attention keeps: "expanded" keys and values, or the "latent". `attention` is what fast mode computes it
-    with: "native", compiled on this machine; "torch"; "auto", native where that can be.
+    with: "native", compiled on this machine; "torch"; "auto", native where that can be. What is not for this `place`
+    is not loaded: the process is one of a group, all of which load theirs at the same time.
     """
     if exactness == "exact" and attention == "native":
         raise ConfigError("--attention native is for fast mode; exact mode has an attention of its own")
     if exactness == "exact" and mla == "latent":
         raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
-    model = _from_pretrained(directory, dtype)
-    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla)
+    model = _from_pretrained(directory, dtype, place)
+    gather = None if place.stage.count == 1 else gathered
+    layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla, gather)
+    layout = whole_layout(layout, place.heads.count)
     if layout.has_latents:
         _log_saving(model, layout)
     eos_token_ids = _eos_token_ids(directory, model)
@@ -67,6 +79,8 @@ def load_model(
         make_exact(model)
     else:
         choose_attention(model, attention)
+        if place.heads.count > 1:
+            pack_parts(model)
         pack_linears(model)
     return LoadedModel(
         model=model,
@@ -75,14 +89,19 @@ def load_model(
         eos_token_ids=eos_token_ids,
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
+        place=place,
     )
 
 
 def use_paged_attention(
-    model: PreTrainedModel, kv_dtype: str, block_size: int, mla: str = "expanded"
+    model: PreTrainedModel,
+    kv_dtype: str,
+    block_size: int,
+    mla: str = "expanded",
+    gather: Gather | None = None,
 ) -> KVLayout:
-    """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError."""
-    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla), block_size, kv_dtype)
+    """Makes the model run our attention; gives the layout of its KV, or raises UnsupportedModelError. See `probe_layers`."""
+    layout = KVLayout(probe_layers(model, max_tokens_of(model), mla, gather), block_size, kv_dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     return layout
 
@@ -123,7 +142,11 @@ def fingerprint_of(
     )
 
 
-def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
+def _from_pretrained(directory: Path, dtype: str, place: Place) -> PreTrainedModel:
+    parts: dict[str, Any] = {}
+    if place.count > 1:
+        # Parts are cut by the plan that transformers has for the architecture.
+        parts["distributed_config"] = DistributedConfig(tp_size=place.heads.count, pp_size=place.stage.count)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -133,11 +156,14 @@ def _from_pretrained(directory: Path, dtype: str) -> PreTrainedModel:
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
+            **parts,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"cannot load the model in {directory}: {str(error).partition(chr(10))[0]}"
         ) from error
+    if place.stage.count > 1:
+        model.forward = StagedForward(model, place.stage, model.dtype)
     return cast("PreTrainedModel", model.eval())  # type: ignore[no-untyped-call] # it has no annotations
 
 

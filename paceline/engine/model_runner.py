@@ -1,5 +1,6 @@
 """Computes a step on a transformers model, unmodified: one ragged forward pass over our paged KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import BlockId, KVLayout
+from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
 from paceline.engine.expert_load import ExpertLoad
@@ -19,6 +20,7 @@ from paceline.engine.probe import takes_rows
 from paceline.engine.sampler import sample
 from paceline.engine.scoring import score
 from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
+from paceline.runtime.pool_memory import PoolMemory
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start, by the type of the
 # weights. An 8-bit cache would need ten times as much, which could hide a mistake: the check is made without one.
@@ -26,12 +28,22 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class ModelRunner:
-    """Owns the model and the KV memory. Used by one thread."""
+    """Owns the model and the KV memory. Used by one thread.
+
+    Of a model that several processes compute it has what belongs to `heads`, and `pool` is theirs in common; `layout` is of all heads.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, layout: KVLayout, num_blocks: int, *, tells_experts: bool = False
+        self,
+        model: PreTrainedModel,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        tells_experts: bool = False,
+        heads: HeadPart = ALL_HEADS,
+        pool: PoolMemory | None = None,
     ) -> None:
-        self.memory = KVCache(layout, num_blocks)
+        self.memory = KVCache(layout, num_blocks, heads=heads, pool=pool)
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
@@ -46,13 +58,23 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """See Runner.execute."""
+        return self.execute_batches([output])
+
+    def execute_batches(self, outputs: Sequence[SchedulerOutput]) -> StepOutput:
+        """The same of a step that is cut into batches, in their order."""
         with torch.inference_mode():
-            batch = build_forward_batch(output, self._layout.block_size)
-            with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
-                logits = self.forward(batch)
-            num_samples = len(batch.sample_tasks)
-            step = sample(logits[:num_samples].float(), batch.sample_tasks, batch.sample_positions)
-            scores = score(logits[num_samples:], batch.score_tasks)
+            batches, sampled, scored = [], [], []
+            for output in outputs:
+                batch = build_forward_batch(output, self._layout.block_size)
+                with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
+                    logits = self.forward(batch)
+                batches.append(batch)
+                sampled.append(logits[: len(batch.sample_tasks)])
+                scored.append(logits[len(batch.sample_tasks) :])
+            tasks = [task for batch in batches for task in batch.sample_tasks]
+            positions = [position for batch in batches for position in batch.sample_positions]
+            step = sample(_joined(sampled).float(), tasks, positions)
+            scores = score(_joined(scored), [task for batch in batches for task in batch.score_tasks])
             return replace(
                 step,
                 scores=scores,
@@ -77,6 +99,11 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]
+
+
+def _joined(logits: list[Tensor]) -> Tensor:
+    """Without a copy where there is nothing to join."""
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
 @torch.inference_mode()

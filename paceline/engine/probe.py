@@ -19,10 +19,16 @@ _PROBE_NAME = "paceline_probe"
 
 # (batch, head, query position, key position) -> whether the query may look at the key; works on whole tensors.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (layers of this process by their number, how many the model has) -> those of all processes.
+Gather = Callable[[dict[int, LayerKV], int], dict[int, LayerKV]]
 
 
-def probe_layers(model: PreTrainedModel, max_tokens: int, mla: str = "expanded") -> tuple[LayerKV, ...]:
+def probe_layers(
+    model: PreTrainedModel, max_tokens: int, mla: str = "expanded", gather: Gather | None = None
+) -> tuple[LayerKV, ...]:
     """The KV geometry of each layer, for contexts of at most `max_tokens`; of the latents, if `mla` is "latent".
+
+    Where the model here has some of its layers only, `gather` brings those of all.
 
     Raises UnsupportedModelError when a layer never asks for attention (it would silently ignore our KV cache), sees
     anything but all tokens before it or a window of them, or has no latents though they are asked for.
@@ -42,7 +48,7 @@ def probe_layers(model: PreTrainedModel, max_tokens: int, mla: str = "expanded")
         raise UnsupportedModelError(
             f"{name_of(model)} cannot run one ragged forward pass: {type(error).__name__}: {first_line}"
         ) from error
-    return probe.layers()
+    return probe.layers(gather)
 
 
 def takes_rows(model: PreTrainedModel) -> bool:
@@ -143,9 +149,11 @@ class _Probe:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
-    def layers(self) -> tuple[LayerKV, ...]:
+    def layers(self, gather: Gather | None) -> tuple[LayerKV, ...]:
         """What was seen, if it is all of the model."""
         num_layers = self._model.config.get_text_config().num_hidden_layers
+        if gather is not None:
+            self._layers = gather(self._layers, num_layers)
         if sorted(self._layers) != list(range(num_layers)):
             raise UnsupportedModelError(
                 f"{name_of(self._model)} asks for attention in {len(self._layers)} of its {num_layers} layers; layers "

@@ -113,3 +113,5 @@ class StepOutput:
     # For each of `token_ids` the experts that computed the token before it, a bit for each expert of each layer; empty unless the
     # runner was asked to tell.
     experts: tuple[int, ...] = ()
+    # In which this process waited for the stage of a pipeline before it.
+    bubble_s: float = 0.0

@@ -25,13 +25,17 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step that computed something. The scheduler's part is schedule() and update(), the runner's is execute()."""
+    """One step that computed something. The scheduler's part is schedule() and update(), the runner's is execute().
+
+    Of the latter `bubble_s` was waiting for the stage of a pipeline before this one.
+    """
 
     num_sequences: int
     num_tokens: int
     num_sampled_tokens: int
     scheduler_s: float
     runner_s: float
+    bubble_s: float = 0.0
 
 
 class AdmissionLog:

@@ -16,7 +16,6 @@ from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.commands import redis_command, router_command, worker_command
 from paceline.launcher.config import UpConfig, require_free_sections, usable_cores
 from paceline.launcher.layout import Layout, metrics_ports, router_ports
-from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
@@ -24,11 +23,15 @@ from paceline.runtime.channels import Channels
 from paceline.runtime.cores import create_cores_file
 from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.private_dir import private_dir
 from paceline.runtime.processor import resolve_dtype
 
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
 _SECRET_BYTES = 32
+# Turns in which a thread waits for the next piece of a step before it sleeps; some tens of microseconds. By itself it would
+# go on for milliseconds, on a core that others have meanwhile.
+_SPIN_COUNT = "10000"
 
 
 # --- what to start: decided here, done by the supervisor ----------------------------------------------------
@@ -45,7 +48,7 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
             worker,
             worker_command(layout, worker),
             serving(layout.worker_address(worker)),
-            env={"OMP_NUM_THREADS": threads},
+            env={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": _SPIN_COUNT},
         )
         for worker in (*layout.prefill, *layout.decode)
     ]

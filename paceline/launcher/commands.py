@@ -48,6 +48,9 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
+        # Where it is not said here, each tier's section may say it.
+        *(("--tp", str(config.tp)) if config.tp > 1 else ()),
+        *(("--pp", str(config.pp)) if config.pp > 1 else ()),
         *("--threads", str(config.threads_per_worker)),
         *_cores(layout, worker),
         *("--metrics-port", str(layout.metrics_port(worker))),

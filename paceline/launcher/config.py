@@ -192,6 +192,8 @@ class UpConfig:
         default=False, text="without --tenants: listen also where other machines reach the router"
     )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
+    tp: int = option(1, "processes of each worker that compute the model together, each a part of its heads")
+    pp: int = option(1, "processes of each worker that compute the model together, each some of its layers")
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
     lend_cores: bool = option(
         default=True, text="workers compute on each other's cores while those have nothing to do"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
-from paceline.launcher.private_dir import private_dir
-from paceline.launcher.tether import tethered
+from paceline.runtime.private_dir import private_dir
+from paceline.runtime.tether import tethered
 
 Progress = Callable[[str], None]
 

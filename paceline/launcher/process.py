@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launcher.tether import tethered
+from paceline.runtime.tether import tethered
 
 # Says whether the process can do its work yet; asked again and again, it must answer soon.
 Probe = Callable[[], Awaitable[bool]]

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from mmap import mmap
 from pathlib import Path
 
@@ -28,11 +29,25 @@ def create_cores_file(file: Path, num_cores: int) -> None:
     file.write_bytes(bytes(_ENTRY_BYTES * num_cores))
 
 
+def num_running_threads() -> int:
+    """Threads that run on this machine or would if they could, the caller among them; 1 where nobody says."""
+    try:
+        return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
+        return 1
+
+
 class Cores:
     """One worker's view of them; `own` are its own. Used by one thread. The file's times are those of the machine's monotonic clock."""
 
     def __init__(
-        self, file: Path, own: range, *, clock: Clock = monotonic, sleep: Callable[[float], None] = time.sleep
+        self,
+        file: Path,
+        own: range,
+        *,
+        clock: Clock = monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        num_running: Callable[[], int] = num_running_threads,
     ) -> None:
         _require_cores(file, own.stop)
         self._file = file.open("r+b", buffering=0)
@@ -40,7 +55,7 @@ class Cores:
         self._needed_until = memoryview(self._map).cast("d")
         self._own = own
         self._others = [core for core in range(len(self._needed_until)) if core not in own]
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._num_running = clock, sleep, num_running
         # What an earlier life of this worker said.
         self._say(0.0)
 
@@ -52,7 +67,7 @@ class Cores:
             # From here on nobody borrows ours; a step that has begun on them is waited for.
             self._say(math.inf)
             held += self._recovered()
-            borrowed = list(filter(self._borrows, self._others))
+            borrowed = list(islice(filter(self._borrows, self._others), self._num_spare()))
             held += borrowed
             yield len(self._own) + len(borrowed)
         finally:
@@ -78,6 +93,11 @@ class Cores:
                 self._sleep(_LOOK_S)
             if has_it:
                 yield core
+
+    def _num_spare(self) -> int:
+        """Cores beyond our own on which nothing runs at this moment, workers or not: a step on one that others use waits for them everywhere."""
+        num_others = self._num_running() - 1
+        return max(0, len(self._others) - num_others)
 
     def _borrows(self, core: int) -> bool:
         if not self._is_idle(core) or not self._lock(core):

@@ -149,7 +149,7 @@ SCHEDULING_DELAY = Metric(
 STEP = Metric(
     "paceline_step_seconds",
     "histogram",
-    "Time a step, by part: scheduler, runner.",
+    "Time a step, by part: scheduler, runner; of the runner's, bubble, in a pipeline.",
     ("part",),
     _STEP_TIMES_S,
 )

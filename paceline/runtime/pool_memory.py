@@ -37,17 +37,30 @@ class SharedMemoryOffer:
 class PoolMemory:
     """`num_bytes` zero bytes that begin on a page. They are taken from the machine page by page, as they are first touched.
 
-    `offer` says how others map them; None where the system has no such files.
+    `offer` says how others map them; None where the system has no such files. Nobody can write to them but their owner, and those who
+    have mapped them before `seal`: who `joins` the memory of another process has that one's, and offers it to nobody. Raises OSError
+    where that cannot be reached.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(
+        self, num_bytes: int, *, is_sealed: bool = True, joins: SharedMemoryOffer | None = None
+    ) -> None:
         self.offer: SharedMemoryOffer | None = None
         size = _file_bytes(num_bytes)
-        if sys.platform == "linux":
+        if joins is not None:
+            self._map = _map_found(joins, mmap.PROT_READ | mmap.PROT_WRITE)
+        elif sys.platform == "linux":
             self._map = self._map_file(num_bytes, size)
         else:
             self._map = mmap.mmap(-1, size)
         self.buffer = memoryview(self._map)[:num_bytes]
+        if is_sealed:
+            self.seal()
+
+    def seal(self) -> None:
+        """From now on nobody who has not mapped it before can write to it."""
+        if self.offer is not None:
+            fcntl.fcntl(self.offer.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
 
     @property
     def address(self) -> int:
@@ -62,7 +75,7 @@ class PoolMemory:
         mapped = mmap.mmap(fd, size)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         mapped[size - mmap.PAGESIZE : size - mmap.PAGESIZE + _NONCE_BYTES] = nonce
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.offer = SharedMemoryOffer(os.getpid(), fd, num_bytes, nonce)
         return mapped
 
@@ -72,21 +85,26 @@ def map_offered(offer: SharedMemoryOffer) -> memoryview:
 
     Raises OSError, which says why, when it cannot be reached or is not what was offered.
     """
+    return memoryview(_map_found(offer, mmap.PROT_READ))[: offer.num_bytes]
+
+
+def _map_found(offer: SharedMemoryOffer, protection: int) -> mmap.mmap:
     path, size = f"/proc/{offer.pid}/fd/{offer.fd}", _file_bytes(offer.num_bytes)
     # Looked at before it is opened: under this number there may be anything, and a pipe would keep us waiting.
     _require_file(Path(path).stat(), size)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    access = os.O_RDWR if protection & mmap.PROT_WRITE else os.O_RDONLY
+    fd = os.open(path, access | os.O_CLOEXEC)
     try:
         _require_file(os.fstat(fd), size)
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise OSError("the offered file could be shortened while it is read")
-        mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(fd, size, prot=protection)
     finally:
         os.close(fd)
     found = mapped[size - mmap.PAGESIZE : size - mmap.PAGESIZE + _NONCE_BYTES]
     if found != offer.nonce:
         raise OSError("the offered file is another one: does its process run in another container?")
-    return memoryview(mapped)[: offer.num_bytes]
+    return mapped
 
 
 def _require_file(found: os.stat_result, size: int) -> None:

@@ -31,6 +31,16 @@ class Serving(Protocol):
         ...
 
     @property
+    def tp(self) -> int:
+        """Processes that compute a model together, each a part of its heads."""
+        ...
+
+    @property
+    def pp(self) -> int:
+        """The same, where each has some of its layers."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Tokens; 0: the model's own limit."""
         ...
@@ -52,11 +62,29 @@ def check_serving(settings: Serving) -> None:
         ):
             if value != default:
                 raise ConfigError(f"--{name} {value} needs --runner torch: the fake one keeps no KV")
+    _check_parts(settings)
     if settings.max_model_len < 0:
         raise ConfigError(f"--max-model-len {settings.max_model_len} is negative; 0 is the model's own limit")
     if settings.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
     MemorySize.parse(settings.kv_memory, "--kv-memory")
+
+
+def _check_parts(settings: Serving) -> None:
+    for flag, number in (("--tp", settings.tp), ("--pp", settings.pp)):
+        if number < 1:
+            raise ConfigError(f"{flag} {number}: at least one process has to compute the model")
+    if settings.tp == settings.pp == 1:
+        return
+    if settings.tp > 1 and settings.pp > 1:
+        raise ConfigError("--tp and --pp: a model is computed in parts or in stages, not yet in both")
+    asked = f"--tp {settings.tp}" if settings.tp > 1 else f"--pp {settings.pp}"
+    if settings.exactness == "exact":
+        raise ConfigError(f"--exactness exact is for one process: leave {asked} out")
+    if settings.mla == "latent":
+        raise ConfigError(f"--mla latent is for one process: leave {asked} out")
+    if settings.runner == "fake":
+        raise ConfigError(f"{asked} needs --runner torch: the fake one has neither heads nor layers")
 
 
 def check_open(

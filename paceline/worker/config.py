@@ -54,7 +54,9 @@ class WorkerConfig(ClusterSettings):
     register: bool = option(
         default=False, text="say in --redis where this worker is, for routers that look there"
     )
-    threads: int = option(0, "compute threads; 0: torch's own choice")
+    tp: int = option(1, "processes that compute the model together, each a part of its heads")
+    pp: int = option(1, "processes that compute the model together, each some of its layers")
+    threads: int = option(0, "compute threads of all processes together; 0: torch's own choice")
     cores_file: str = option(
         "",
         "file by which workers of a machine lend each other cores that nobody computes on; empty: none are lent",

@@ -22,6 +22,7 @@ class StepMetrics:
         self._max_tokens, self._max_sequences = config.max_num_batched_tokens, config.max_num_seqs
         step = histogram(metrics.STEP, self.registry)
         self._scheduler, self._runner = step.labels("scheduler"), step.labels("runner")
+        self._bubble = step.labels("bubble") if config.pp > 1 else None
         self._tokens = histogram(metrics.STEP_TOKENS, self.registry)
         self._sequences = histogram(metrics.STEP_SEQUENCES, self.registry)
         use = histogram(metrics.BATCH_UTILISATION, self.registry)
@@ -42,6 +43,8 @@ class StepMetrics:
     def _note_report(self, report: StepReport) -> None:
         self._scheduler.observe(report.scheduler_s)
         self._runner.observe(report.runner_s)
+        if self._bubble is not None:
+            self._bubble.observe(report.bubble_s)
         self._tokens.observe(report.num_tokens)
         self._sequences.observe(report.num_sequences)
         self._token_use.observe(report.num_tokens / self._max_tokens)

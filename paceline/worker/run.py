@@ -21,11 +21,12 @@ from paceline.runtime.server import GrpcServer, run_service
 from paceline.v1 import inference_pb2, kv_transfer_pb2, worker_pb2
 from paceline.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 from paceline.worker.config import WorkerConfig
+from paceline.worker.followers import OwnedFollowers, owned_followers
 from paceline.worker.lender import Lender
 from paceline.worker.metrics import worker_samples
 from paceline.worker.pinned import pin_unless_stopped, plan_pinned, read_pinned
 from paceline.worker.registrar import registered
-from paceline.worker.runner import load_runner
+from paceline.worker.runner import LoadedRunner, load_runner
 from paceline.worker.service import WorkerServicer
 from paceline.worker.worker import Worker, open_worker
 
@@ -54,6 +55,23 @@ def run_worker(config: WorkerConfig, role: inference_pb2.WorkerRole, add_service
 async def _serve(
     config: WorkerConfig, role: inference_pb2.WorkerRole, add_service: AddService, stop: asyncio.Event
 ) -> None:
+    async with owned_followers(config) as owned:
+        await _serve_with(owned, config, role, add_service, stop)
+
+
+async def _load(config: WorkerConfig, owned: OwnedFollowers | None) -> LoadedRunner:
+    if owned is None:
+        return await asyncio.to_thread(load_runner, config)
+    return await owned.unless_lost(partial(load_runner, config, owned.followers))
+
+
+async def _serve_with(
+    owned: OwnedFollowers | None,
+    config: WorkerConfig,
+    role: inference_pb2.WorkerRole,
+    add_service: AddService,
+    stop: asyncio.Event,
+) -> None:
     membership = config.membership()
     channels = Channels(membership)
     server = GrpcServer(
@@ -62,7 +80,7 @@ async def _serve(
         interceptors=membership.interceptors(),
     )
     prefixes = read_pinned(config.pinned_prefixes)
-    loaded = await asyncio.to_thread(load_runner, config)
+    loaded = await _load(config, owned)
     plan = plan_pinned(
         prefixes, loaded.layout, loaded.capacity, loaded.vocab_size, config.max_num_batched_tokens
     )
@@ -81,7 +99,7 @@ async def _serve(
                 await server.set_serving(serving=True)
                 log.info("serving", address=config.listen, tls=membership.encrypts)
                 with reloading([renew] if membership.encrypts else []):
-                    await _until_stopped(worker, stop)
+                    await _until_stopped(worker, stop, owned)
                 await _shut_down(server, worker, config.grace_s)
 
 
@@ -89,11 +107,18 @@ def _samples(worker: Worker, membership: Membership) -> list[Sample]:
     return [*worker_samples(worker), Sample(metrics.STRANGERS, membership.strangers.num_refused)]
 
 
-async def _until_stopped(worker: Worker, stop: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in (stop, worker.failed)]
+async def _until_stopped(worker: Worker, stop: asyncio.Event, owned: OwnedFollowers | None) -> None:
+    ends = [stop, worker.failed, *([] if owned is None else [owned.lost])]
+    waits = [asyncio.create_task(event.wait()) for event in ends]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+    if owned is None:
+        return
+    if owned.lost.is_set():
+        worker.failed.set()
+    if worker.failed.is_set():
+        owned.kill()
 
 
 async def _shut_down(server: GrpcServer, worker: Worker, grace_s: float) -> None:

@@ -4,12 +4,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
-from paceline.core.kv_layout import KVLayout, min_blocks
+from paceline.core.kv_layout import KVLayout
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.cores import Cores
@@ -22,6 +23,8 @@ from paceline.worker.lent_cores import LentCoresRunner
 
 if TYPE_CHECKING:
     from paceline.engine.model_loader import LoadedModel
+    from paceline.engine.model_runner import ModelRunner
+    from paceline.engine.parallel.leader import Followers, ParallelRunner
 
 log = get_logger()
 
@@ -38,9 +41,12 @@ class LoadedRunner:
     eos_token_ids: frozenset[int]
 
 
-def load_runner(config: WorkerConfig) -> LoadedRunner:
-    """The runner that `config` asks for; takes seconds. Raises ConfigError or UnsupportedModelError."""
-    loaded = _load_fake(config) if config.runner == "fake" else _load_torch(config)
+def load_runner(config: WorkerConfig, followers: "Followers | None" = None) -> LoadedRunner:
+    """The runner that `config` asks for; takes seconds. Raises ConfigError or UnsupportedModelError.
+
+    The `followers` compute with it, where the worker has several processes.
+    """
+    loaded = _load_fake(config) if config.runner == "fake" else _load_torch(config, followers)
     _log_capacity(loaded.capacity, loaded.layout)
     return loaded
 
@@ -57,32 +63,33 @@ def _log_capacity(capacity: Capacity, layout: KVLayout) -> None:
     )
 
 
-def _load_torch(config: WorkerConfig) -> LoadedRunner:
+def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRunner:
     # Imported here: a fake worker starts without torch, in a tenth of the time.
     import torch  # noqa: PLC0415
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
     from paceline.engine.exact.model import require_exact  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
+    from paceline.engine.parallel.group import set_threads_of_each  # noqa: PLC0415
 
     # The log is for lines, and a bar is none.
     disable_progress_bar()  # type: ignore[no-untyped-call] # it has no annotations
     # Set before anything is computed, and checked: two workers that share cores stall each other.
-    torch.set_num_threads(config.threads or torch.get_num_threads())
+    set_threads = partial(set_threads_of_each, num_ranks=config.tp * config.pp)
+    set_threads(config.threads)
     dtype = resolve_dtype(config.dtype)
-    loaded = _load_checked(config, dtype)
+    loaded = _load_checked(config, dtype, followers)
     capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
-    runner = ModelRunner(
-        loaded.model, loaded.layout, capacity.num_blocks, tells_experts=config.group_by_experts
-    )
+    runner = _runner(config, loaded, capacity.num_blocks, followers)
     if config.group_by_experts and not runner.has_experts:
         raise ConfigError("--group-by-experts: this model has no experts; leave it out")
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
+        assert isinstance(runner, ModelRunner), "exact mode is for one process"
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
     log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count(), dtype=dtype)
     return LoadedRunner(
-        runner=_on_lent_cores(config, runner, torch.set_num_threads),
+        runner=_on_lent_cores(config, runner, set_threads),
         fingerprint=fingerprint,
         layout=loaded.layout,
         capacity=capacity,
@@ -98,24 +105,44 @@ def _on_lent_cores(config: WorkerConfig, runner: Runner, set_threads: Callable[[
     return LentCoresRunner(runner, Cores(Path(config.cores_file), own), set_threads)
 
 
-def _load_checked(config: WorkerConfig, dtype: str) -> "LoadedModel":
-    """The model, if it computes here what it computes by itself."""
-    from paceline.engine.model_loader import load_model  # noqa: PLC0415
-    from paceline.engine.model_runner import ModelRunner, require_same_as_transformers  # noqa: PLC0415
+def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None") -> "LoadedModel":
+    """The model, or rank 0's part of it, if it computes here what it computes by itself."""
+    from paceline.engine.checked import load_checked  # noqa: PLC0415
+    from paceline.engine.parallel.leader import joined_by  # noqa: PLC0415
+    from paceline.engine.parallel.place import WHOLE  # noqa: PLC0415
 
-    loaded = load_model(
-        Path(config.model),
-        dtype,
-        config.block_size,
-        config.exactness,
-        config.kv_dtype,
-        config.mla,
-        config.attention,
+    model, attention, place = Path(config.model), config.attention, WHOLE
+    if followers is not None:
+        place = joined_by(followers, model, dtype, config.block_size, attention)
+    loaded = load_checked(
+        model, dtype, config.block_size, config.exactness, config.kv_dtype, config.mla, attention, place=place
     )
-    # With a cache that rounds nothing: it is the model that is checked.
-    plain = replace(loaded.layout, dtype=dtype)
-    require_same_as_transformers(ModelRunner(loaded.model, plain, min_blocks(plain)), loaded.model, plain)
+    if followers is not None:
+        followers.wait_done()
     return loaded
+
+
+def _runner(
+    config: WorkerConfig, loaded: "LoadedModel", num_blocks: int, followers: "Followers | None"
+) -> "ModelRunner | ParallelRunner":
+    from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
+    from paceline.engine.parallel.leader import ParallelRunner, share_pool  # noqa: PLC0415
+    from paceline.engine.parallel.stages import StagedForward  # noqa: PLC0415
+
+    tells_experts = config.group_by_experts
+    if followers is None:
+        return ModelRunner(loaded.model, loaded.layout, num_blocks, tells_experts=tells_experts)
+    pool = share_pool(loaded.layout, num_blocks, followers)
+    runner = ModelRunner(
+        loaded.model,
+        loaded.layout,
+        num_blocks,
+        tells_experts=tells_experts,
+        heads=loaded.place.heads,
+        pool=pool,
+    )
+    forward = loaded.model.forward
+    return ParallelRunner(runner, followers, forward if isinstance(forward, StagedForward) else None)
 
 
 def _load_fake(config: WorkerConfig) -> LoadedRunner:

@@ -21,8 +21,8 @@ from paceline.client import PacelineClient
 from paceline.client_channel import Tls
 from paceline.client_error import PacelineRpcError, from_rpc_error
 from paceline.launcher.probes import free_port
-from paceline.launcher.tether import tethered
 from paceline.runtime.membership import CLUSTER_TOKEN
+from paceline.runtime.tether import tethered
 from paceline.v1 import decode_pb2, kv_transfer_pb2, prefill_pb2, worker_pb2
 from tests.certificates import Authority, Pair
 from tests.cluster.support import PATIENCE_S, fake_tokens, random_prompts, running_cluster

@@ -54,7 +54,8 @@ def test_only_plain_layers_are_packed_and_what_they_share_stays() -> None:
             self.embedding = nn.Embedding(30, 20)
             self.head = nn.Linear(20, 30, bias=False)
             self.head.weight = self.embedding.weight
-            self.special, self.hooked = Special(20, 20), nn.Linear(20, 20)
+            self.special, self.hooked, self.part = Special(20, 20), nn.Linear(20, 20), nn.Linear(20, 20)
+            self.part.forward = lambda rows: rows  # type: ignore[method-assign,assignment] # as tensor parallelism does it
             self.hooked.register_forward_hook(lambda _module, _inputs, output: output + 1)
             self.float16 = nn.Linear(20, 20, dtype=torch.float16)
 
@@ -64,7 +65,13 @@ def test_only_plain_layers_are_packed_and_what_they_share_stays() -> None:
         assert pack_linears(model) == 1  # type: ignore[arg-type] # any module will do
     kinds = {name: type(child) for name, child in model.named_children()}
     assert kinds.pop("embedding") is nn.Embedding
-    assert kinds == {"head": PackedLinear, "special": Special, "hooked": nn.Linear, "float16": nn.Linear}
+    assert kinds == {
+        "head": PackedLinear,
+        "special": Special,
+        "hooked": nn.Linear,
+        "part": nn.Linear,
+        "float16": nn.Linear,
+    }
     assert torch.equal(model.embedding.weight, embedding)
     assert torch.equal(model.head.weight, embedding)
     assert logs == [{"event": "weights_packed", "log_level": "info", "num_layers": 1}]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import xxhash
 
-from paceline.core.kv_layout import BlockId, KVLayout, LayerKV
+from paceline.core.kv_layout import BlockId, HeadPart, KVLayout, LayerKV
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.kv_quant import dequantise, quantise
 from tests.factories import make_layout
@@ -164,3 +164,29 @@ def test_a_copied_block_holds_the_same_in_every_layer() -> None:
     assert cache.read(BlockId(2)) == before
     cache.write(BlockId(2), 0, bytes(8))
     assert cache.read(BlockId(0)) == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8", "int4"])
+def test_parts_of_the_heads_make_up_whole_blocks(dtype: str) -> None:
+    """Two caches over one pool, each with half of the heads: the bytes are those of one cache with all, and each finds its own."""
+    layout = KVLayout((LayerKV(4, 8, 4), LayerKV(2, 6, 6)), block_size=4, dtype=dtype)
+    whole = KVCache(layout, 3)
+    first = KVCache(layout, 3, heads=HeadPart(0, 2))
+    second = KVCache(layout, 3, heads=HeadPart(1, 2), pool=first.pool)
+    slots = torch.tensor([3, 4, 9])
+    for index, layer in enumerate(layout.layers):
+        keys, values = (torch.randn(3, layer.num_kv_heads, dim) for dim in (layer.key_dim, layer.value_dim))
+        whole.write_tokens(index, slots, keys, values)
+        half = layer.num_kv_heads // 2
+        first.write_tokens(index, slots, keys[:, :half], values[:, :half])
+        second.write_tokens(index, slots, keys[:, half:], values[:, half:])
+    for block_id in map(BlockId, range(3)):
+        assert bytes(first.read(block_id)) == bytes(whole.read(block_id))
+    for index, layer in enumerate(layout.layers):
+        expected = whole.gather(index, torch.tensor([0, 1, 2]), 0, 12, torch.float32)
+        half = layer.num_kv_heads // 2
+        for cache, heads in ((first, slice(half)), (second, slice(half, None))):
+            found = cache.gather(index, torch.tensor([0, 1, 2]), 0, 12, torch.float32)
+            assert all(
+                torch.equal(ours, theirs[:, heads]) for ours, theirs in zip(found, expected, strict=True)
+            )

@@ -46,6 +46,20 @@ def _flags(command: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(command[start::2], command[start + 1 :: 2], strict=True))
 
 
+@pytest.mark.parametrize("option", ["tp", "pp"])
+def test_workers_are_told_how_many_processes_they_are(option: str) -> None:
+    """Where it is said for all of them; else each tier's section of the config file may say it."""
+    several = worker_command(_layout(UpConfig(**{option: 2})), "decode-0")  # type: ignore[arg-type] # a number
+    assert _flags(several)[f"--{option}"] == "2"
+    assert f"--{option}" not in worker_command(_layout(UpConfig()), "decode-0")
+
+
+def test_what_no_worker_would_start_with_is_refused_at_once() -> None:
+    """As the workers themselves refuse it."""
+    with pytest.raises(ConfigError, match="--tp and --pp"):
+        UpConfig(tp=2, pp=2)
+
+
 def test_a_worker_is_told_what_it_needs() -> None:
     """A worker gets its name, socket, model, limits, the table's address, and its share of cores and KV memory."""
     config = UpConfig(

@@ -14,7 +14,7 @@ import pytest
 from paceline.core.errors import ProcessLostError
 from paceline.launcher.process import Probe, ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Supervisor
-from paceline.launcher.tether import tethered
+from paceline.runtime.tether import tethered
 
 # Each says that it is ready by making the file it is given.
 _SERVES = "import pathlib, signal, sys; pathlib.Path(sys.argv[1]).touch(); signal.pause()"

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError
-from paceline.runtime.cores import Cores, create_cores_file
+from paceline.runtime.cores import Cores, create_cores_file, num_running_threads
 
 # A worker in a process of its own, since locks are a process's. Each line says what time it is; steps begin and end by turns.
 _WORKER = """
@@ -21,7 +21,7 @@ from paceline.core.clock import ManualClock
 from paceline.runtime.cores import Cores
 
 clock = ManualClock()
-cores = Cores(Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3])), clock=clock)
+cores = Cores(Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3])), clock=clock, num_running=lambda: 1)
 
 def waits():
     line = sys.stdin.readline()
@@ -72,11 +72,15 @@ class Desk:
         self.file, self._stack = file, stack
         self.clock = ManualClock(100.0)
         self.num_looks = 0
+        # Threads of programs that are no workers.
+        self.num_others = 0
         self.on_look: Callable[[], None] = lambda: None
 
     def cores(self, own: range) -> Cores:
         """Ours."""
-        cores = Cores(self.file, own, clock=self.clock, sleep=self._sleep)
+        cores = Cores(
+            self.file, own, clock=self.clock, sleep=self._sleep, num_running=lambda: 1 + self.num_others
+        )
         self._stack.callback(cores.close)
         return cores
 
@@ -105,6 +109,21 @@ def test_who_computes_alone_has_all_cores(desk: Desk) -> None:
     with desk.cores(range(2)).taken() as num_cores:
         assert num_cores == 4
     assert desk.num_looks == 0
+
+
+@pytest.mark.parametrize(("num_others", "expected"), [(0, 4), (1, 3), (2, 2), (9, 2)])
+def test_a_core_on_which_something_else_runs_is_not_borrowed(
+    desk: Desk, num_others: int, expected: int
+) -> None:
+    """Whoever computes on it would wait for that everywhere; our own are ours."""
+    desk.num_others = num_others
+    with desk.cores(range(2)).taken() as num_cores:
+        assert num_cores == expected
+
+
+def test_what_runs_on_this_machine_is_counted() -> None:
+    """This thread at least."""
+    assert num_running_threads() >= 1
 
 
 def test_an_owner_waits_for_the_step_that_its_core_was_lent_for(desk: Desk) -> None:

@@ -122,3 +122,17 @@ def test_another_file_is_refused() -> None:
     finally:
         for fd in (soft, reading, writing):
             os.close(fd)
+
+
+def test_who_joins_in_time_writes_to_the_same_bytes() -> None:
+    """Until it is sealed a process of the same worker can map it to write, and afterwards nobody; who did goes on."""
+    owned = PoolMemory(NUM_BYTES, is_sealed=False)
+    assert owned.offer is not None
+    joined = PoolMemory(NUM_BYTES, joins=owned.offer)
+    owned.seal()
+    joined.buffer[:3] = b"abc"
+    assert bytes(owned.buffer[:3]) == b"abc"
+    assert joined.offer is None
+    with pytest.raises(PermissionError):
+        PoolMemory(NUM_BYTES, joins=owned.offer)
+    assert bytes(map_offered(owned.offer)[:3]) == b"abc"

@@ -47,6 +47,16 @@ def test_a_step_is_observed_in_all_its_sizes() -> None:
     assert value(observed.registry, "sampled_tokens_total") == 2
 
 
+def test_what_a_pipeline_waits_is_a_part_of_a_step() -> None:
+    """Of a worker without stages there is no such part."""
+    report = StepReport(2, 5, 1, scheduler_s=0.25, runner_s=2.0, bubble_s=0.5)
+    for num_stages, expected in ((2, 0.5), (1, None)):
+        observed = StepMetrics(WorkerConfig(model="m", pp=num_stages))
+        observed.note_step(result(report))
+        assert value(observed.registry, "step_seconds_sum", part="runner") == 2.0
+        assert value(observed.registry, "step_seconds_sum", part="bubble") == expected
+
+
 def test_an_admission_is_observed_by_class() -> None:
     """Its wait under its own class alone, its tokens by whether they were cached."""
     observed = StepMetrics(CONFIG)

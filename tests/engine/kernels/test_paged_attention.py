@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.core.kv_layout import KVLayout, LayerKV
+from paceline.core.kv_layout import HeadPart, KVLayout, LayerKV
 from paceline.engine.attention import ATTENTION_NAME, AttentionRules, attend, gather_by_head
 from paceline.engine.conformance.architectures import SERVED, build_tiny
 from paceline.engine.conformance.matrix import tiny_subject
@@ -58,11 +59,17 @@ class Ragged:
         *,
         block_size: int = 16,
         seed: int = 0,
+        num_parts: int = 1,
     ) -> None:
         torch.manual_seed(seed)
         lengths = [-(-context // block_size) for _, context in sequences]
         self.layer, self.dtype = layer, TORCH_DTYPES[dtype]
-        self.cache = KVCache(KVLayout((layer,), block_size, dtype), sum(lengths) + 1)
+        whole = replace(layer, num_kv_heads=layer.num_kv_heads * num_parts)
+        self.cache = KVCache(
+            KVLayout((whole,), block_size, dtype),
+            sum(lengths) + 1,
+            heads=HeadPart(num_parts - 1, num_parts),
+        )
         for view in (self.cache.keys[0], self.cache.values[0]):
             view.fill_(float("nan"))
         places = torch.split(torch.randperm(sum(lengths)) + 1, lengths)
@@ -169,6 +176,12 @@ def test_windows_caps_and_sinks_equal_the_plain_form(
     """All that a layer may ask for."""
     layer = LayerKV(2, 16, 16, window=window, num_sink_tokens=num_sink_tokens if window else 0)
     Ragged(layer, "float32", (*MIXED, *DECODES)).require_equal(4, softcap=softcap, with_sinks=with_sinks)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_part_of_the_heads_equals_the_plain_form(dtype: str) -> None:
+    """Between two tokens of a block lie heads of others, which are not looked at."""
+    Ragged(LayerKV(2, 64, 48), dtype, (*MIXED, *DECODES), num_parts=3).require_equal(6)
 
 
 @pytest.mark.thorough

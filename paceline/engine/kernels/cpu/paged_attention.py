@@ -28,6 +28,7 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("key_dim", "value_dim", "block_size")),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, ctypes.c_int64) for name in ("key_block_stride", "value_block_stride")),
+        *((name, ctypes.c_int64) for name in ("key_token_stride", "value_token_stride")),
         *((name, ctypes.c_int64) for name in ("window", "num_sink_tokens")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         *((name, ctypes.c_int32) for name in ("is_bf16", "num_threads")),
@@ -113,7 +114,14 @@ def build_operator() -> Callable[..., Tensor]:
         """
         out = query.new_empty((*query.shape[:2], values.shape[3]))
         sizes = (len(sequences), query.shape[1], keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1])
-        strides = (query.stride(0), query.stride(1), keys.stride(0), values.stride(0))
+        strides = (
+            query.stride(0),
+            query.stride(1),
+            keys.stride(0),
+            values.stride(0),
+            keys.stride(1),
+            values.stride(1),
+        )
         rules = (window, num_sink_tokens, scaling, softcap)
         shape = _Shape(*sizes, *strides, *rules, query.dtype is torch.bfloat16, torch.get_num_threads())
         tensors = (query, keys, values, out, sequences, tables)

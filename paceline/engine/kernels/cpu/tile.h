@@ -10,7 +10,7 @@
 // What the batch and the layer are; the same names as in paceline/engine/kernels/cpu/paged_attention.py. Strides count elements.
 struct Shape {
     int64_t num_sequences, num_heads, num_kv_heads, key_dim, value_dim, block_size;
-    int64_t query_token_stride, query_head_stride, key_block_stride, value_block_stride;
+    int64_t query_token_stride, query_head_stride, key_block_stride, value_block_stride, key_token_stride, value_token_stride;
     int64_t window, num_sink_tokens;  // a window of 0 sees everything
     float scaling, softcap;           // a softcap of 0 is none
     int32_t is_bf16, num_threads;
@@ -191,8 +191,8 @@ class Tile {
                 continue;
             }
             const int64_t block = table_[token / shape_.block_size], slot = token % shape_.block_size;
-            const int64_t key = block * shape_.key_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.key_dim;
-            const int64_t value = block * shape_.value_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.value_dim;
+            const int64_t key = block * shape_.key_block_stride + slot * shape_.key_token_stride + kv_head_ * shape_.key_dim;
+            const int64_t value = block * shape_.value_block_stride + slot * shape_.value_token_stride + kv_head_ * shape_.value_dim;
             if (as_halves_) {
                 halves_.key_of[count] = static_cast<const uint16_t*>(batch_.keys) + key;
                 halves_.value_of[count] = static_cast<const uint16_t*>(batch_.values) + value;

@@ -1,6 +1,6 @@
 """`python tether.py PARENT SIGNAL COMMAND...`: becomes COMMAND, and gets SIGNAL when process PARENT dies.
 
-So even a SIGKILLed launcher leaves no orphan. It runs by its path, under `python -I -S`, and imports nothing of
+So even a SIGKILLed launcher, or worker, leaves no orphan. It runs by its path, under `python -I -S`, and imports nothing of
 ours: it costs a few milliseconds. Between fork and exec this could not be done safely, with grpc's threads around.
 """
 

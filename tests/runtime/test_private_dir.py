@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.launcher.private_dir import private_dir
+from paceline.runtime.private_dir import private_dir
 
 
 def test_it_is_gone_at_the_end(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_it_is_gone_at_the_end(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     """A new directory comes with the removal of those whose process is gone, and of no others."""
     code = (
-        "import os, pathlib, sys; from paceline.launcher.private_dir import private_dir;"
+        "import os, pathlib, sys; from paceline.runtime.private_dir import private_dir;"
         "held = private_dir(pathlib.Path(sys.argv[1]), 'x-'); held.__enter__(); os.kill(os.getpid(), 9)"
     )
     root = str(Path(__file__).parents[2])
