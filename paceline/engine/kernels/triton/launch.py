@@ -1,0 +1,21 @@
+"""A kernel with all that one call of it needs, as a value: it can be run, or looked at, or compiled where there is no GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call: `arguments` by the names of the kernel's parameters, and how many programs, warps and stages."""
+
+    kernel: Any  # what triton.jit made
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 1  # loads that are under way while others are worked on
+
+    def run(self) -> None:
+        """Runs it, after what the current stream has to do before; nothing where there is no program."""
+        if 0 not in self.grid:
+            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)

@@ -1,0 +1,249 @@
+"""Attention of sequences that decode: one query token each, against a context that is cut into splits, and a kernel that joins them.
+
+A split is a fixed run of the context's tokens, whoever else is in the batch, and splits are always joined, in order. So what a sequence gets
+depends on itself alone. A program computes all heads that share a KV head, and so reads each key once (grouped-query attention).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.engine.attention import AttentionRules
+from paceline.engine.kernels.triton.attention_arguments import KeyCut, RaggedBatch, attention_arguments
+from paceline.engine.kernels.triton.launch import Launch
+from paceline.engine.kernels.triton.layer_views import LayerViews
+from paceline.engine.kernels.triton.tile_sizes import SPLIT_TOKENS, decode_tile
+from paceline.engine.kernels.triton.tiles import (
+    attend_tiles,
+    larger_of,
+    load_queries,
+    seen_units,
+    unit_at,
+    with_sink,
+)
+
+
+def paged_decode(query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules) -> Tensor:
+    """[num_tokens, num_heads, value_dim], of which only the rows of the batch's sequences are written; each has one token.
+
+    `query` [num_tokens, num_heads, key_dim]; of a layer that keeps latents, [..., compressed + rotary dim], and what comes out has the
+    compressed pair's size. `rules.sinks` are float32.
+    """
+    out, launches = plan_decode(query, views, batch, rules)
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def plan_decode(
+    query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
+) -> tuple[Tensor, tuple[Launch, Launch]]:
+    """Where the answer will be, and the calls that write it there."""
+    assert batch.max_tokens == 1, "a decode is of one token a sequence"
+    arguments = attention_arguments(query, views, batch, rules)
+    tile = decode_tile(KeyCut.of(views.layer), query.element_size())
+    num_sequences, num_heads = len(batch.tables.sequences), query.shape[1]
+    max_splits = _max_splits(batch.max_context, rules)
+    rows = (num_sequences, num_heads, max_splits)
+    sums = query.new_empty((*rows, arguments["value_dim"]), dtype=torch.float32)
+    largest, totals = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    splits = {"sums": sums, "largest": largest, "totals": totals, "max_splits": max_splits}
+    out = query.new_empty((*query.shape[:2], arguments["value_dim"]))
+    num_tiles = arguments["num_kv_heads"] * -(-arguments["group"] // tile.rows)
+    split = Launch(
+        attend_split,
+        (num_sequences, num_tiles, max_splits),
+        _without(arguments, "sinks")
+        | splits
+        | {"rows": tile.rows, "tile_tokens": tile.tile_tokens, "split_tokens": SPLIT_TOKENS},
+        tile.num_warps,
+        tile.num_stages,
+    )
+    return out, (split, _plan_join(out, arguments, splits))
+
+
+def _plan_join(out: Tensor, arguments: dict[str, Any], splits: dict[str, Any]) -> Launch:
+    names = ("sequences", "sinks", "window", "num_sink_tokens", "value_dim", "value_width")
+    num_sequences, num_heads = splits["totals"].shape[:2]
+    return Launch(
+        join_splits,
+        (num_sequences, num_heads),
+        {name: arguments[name] for name in names}
+        | splits
+        | {"out": out, "num_heads": num_heads, "split_tokens": SPLIT_TOKENS},
+    )
+
+
+def _max_splits(max_context: int, rules: AttentionRules) -> int:
+    """How many splits the longest sequence sees at most."""
+    whole = -(-max_context // SPLIT_TOKENS)
+    window, num_sink_tokens = rules.view
+    if window is None:
+        return whole
+    return min(whole, -(-window // SPLIT_TOKENS) + 1 + -(-num_sink_tokens // SPLIT_TOKENS))
+
+
+def _without(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key != name}
+
+
+@triton.jit
+def _first_seen(context, window: tl.constexpr):
+    """See View.first_visible, of the context's last token."""
+    return tl.maximum(context - window, 0) if window > 0 else context * 0
+
+
+@triton.jit
+def attend_split(
+    query,
+    keys,
+    tails,
+    values,
+    key_scales,
+    tail_scales,
+    value_scales,
+    sequences,
+    tables,
+    sums,
+    largest,
+    totals,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    scale_block_stride,
+    max_splits,
+    scaling,
+    block_size: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    kv_dtype: tl.constexpr,
+    head_dim: tl.constexpr,
+    tail_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    head_width: tl.constexpr,
+    tail_width: tl.constexpr,
+    value_width: tl.constexpr,
+    key_vector: tl.constexpr,
+    tail_vector: tl.constexpr,
+    value_vector: tl.constexpr,
+    is_latent: tl.constexpr,
+    softcap: tl.constexpr,
+    window: tl.constexpr,
+    num_sink_tokens: tl.constexpr,
+    rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    split_tokens: tl.constexpr,
+):
+    """One split of one sequence, for `rows` heads that share a KV head: its part of their sums."""
+    sequence = tl.program_id(0)
+    tiles_a_group: tl.constexpr = (group + rows - 1) // rows
+    kv_head = tl.program_id(1) // tiles_a_group
+    ordinal = tl.program_id(2)
+    token = tl.load(sequences + sequence * 4)
+    context = tl.load(sequences + sequence * 4 + 2).to(tl.int32)
+    table = tables + tl.load(sequences + sequence * 4 + 3)
+    first_seen = _first_seen(context, window)
+    first_split, num_sink_splits, num_splits = seen_units(first_seen, context, split_tokens, num_sink_tokens)
+    if ordinal >= num_splits:
+        return
+    begin = unit_at(ordinal, first_split, num_sink_splits) * split_tokens
+    end = tl.minimum(begin + split_tokens, context)
+
+    of_group = tl.program_id(1) % tiles_a_group * rows + tl.arange(0, rows)
+    is_row = of_group < group
+    heads = kv_head * group + of_group
+    rows_at = query + token * query_token_stride + heads * query_head_stride
+    q_head = load_queries(rows_at, is_row, head_dim, head_width)
+    q_tail = q_head
+    if tail_dim > 0:
+        q_tail = load_queries(rows_at + head_dim, is_row, tail_dim, tail_width)
+    most, total, row_sums = attend_tiles(
+        q_head,
+        q_tail,
+        tl.full([rows], 0, tl.int32) + context - 1,
+        keys + kv_head * key_vector,
+        tails + kv_head * tail_vector,
+        values + kv_head * value_vector,
+        key_scales if kv_dtype == "plain" else key_scales + kv_head,
+        tail_scales if kv_dtype == "plain" else tail_scales + kv_head,
+        value_scales if kv_dtype == "plain" else value_scales + kv_head,
+        table,
+        begin // tile_tokens,
+        0,
+        tl.cdiv(end - begin, tile_tokens),
+        first_seen,
+        end,
+        block_stride,
+        scale_block_stride,
+        scaling,
+        block_size,
+        num_kv_heads,
+        kv_dtype,
+        head_dim,
+        tail_dim,
+        value_dim,
+        head_width,
+        tail_width,
+        value_width,
+        key_vector,
+        tail_vector,
+        value_vector,
+        is_latent,
+        softcap,
+        window,
+        num_sink_tokens,
+        rows,
+        tile_tokens,
+    )
+    at = (sequence * num_kv_heads * group + heads).to(tl.int64) * max_splits + ordinal
+    value_dims = tl.arange(0, value_width)
+    tl.store(largest + at, most, mask=is_row)
+    tl.store(totals + at, total, mask=is_row)
+    tl.store(
+        sums + at[:, None] * value_dim + value_dims[None, :],
+        row_sums,
+        mask=is_row[:, None] & (value_dims < value_dim)[None, :],
+    )
+
+
+@triton.jit
+def join_splits(
+    out,
+    sequences,
+    sinks,
+    sums,
+    largest,
+    totals,
+    max_splits,
+    num_heads,
+    value_dim: tl.constexpr,
+    value_width: tl.constexpr,
+    window: tl.constexpr,
+    num_sink_tokens: tl.constexpr,
+    split_tokens: tl.constexpr,
+):
+    """One head of one sequence: its splits, in order, and last the sink, which has a weight and no value."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(sequences + sequence * 4)
+    context = tl.load(sequences + sequence * 4 + 2).to(tl.int32)
+    _, _, num_splits = seen_units(_first_seen(context, window), context, split_tokens, num_sink_tokens)
+    at = (sequence * num_heads + head).to(tl.int64) * max_splits
+    dims = tl.arange(0, value_width)
+    is_there = dims < value_dim
+    most, total = tl.load(largest + at), tl.load(totals + at)
+    joined = tl.load(sums + at * value_dim + dims, mask=is_there, other=0.0)
+    for ordinal in range(1, num_splits):
+        largest_of_split = tl.load(largest + at + ordinal)
+        both, measure = larger_of(most, largest_of_split)
+        shrink, grow = tl.exp2(most - measure), tl.exp2(largest_of_split - measure)
+        more = tl.load(sums + (at + ordinal) * value_dim + dims, mask=is_there, other=0.0)
+        total = total * shrink + tl.load(totals + at + ordinal) * grow
+        most, joined = both, joined * shrink + more * grow
+    if sinks is not None:
+        total, shrink = with_sink(most, total, tl.load(sinks + head))
+        joined = joined * shrink
+    tl.store(out + (token * num_heads + head) * value_dim + dims, joined / total, mask=is_there)

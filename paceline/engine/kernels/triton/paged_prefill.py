@@ -1,0 +1,165 @@
+"""Attention of chunks of prompts: the last tokens of each context attend to it, causally.
+
+A program takes a run of a sequence's query tokens and the heads that share a KV head, as rows of one tile. A row gives the same bits wherever
+chunks are cut, and beside whatever rows: tiles of keys are counted from the beginning of the context, not of the chunk.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.engine.attention import AttentionRules
+from paceline.engine.kernels.triton.attention_arguments import KeyCut, RaggedBatch, attention_arguments
+from paceline.engine.kernels.triton.launch import Launch
+from paceline.engine.kernels.triton.layer_views import LayerViews
+from paceline.engine.kernels.triton.tile_sizes import prefill_tile
+from paceline.engine.kernels.triton.tiles import attend_tiles, load_queries, seen_units, with_sink
+
+
+def paged_prefill(query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules) -> Tensor:
+    """See `paged_decode`; a sequence may have any number of tokens in the batch."""
+    out, launch = plan_prefill(query, views, batch, rules)
+    launch.run()
+    return out
+
+
+def plan_prefill(
+    query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
+) -> tuple[Tensor, Launch]:
+    """Where the answer will be, and the call that writes it there."""
+    arguments = attention_arguments(query, views, batch, rules)
+    tile = prefill_tile(KeyCut.of(views.layer), query.element_size())
+    group = arguments["group"]
+    heads_a_tile = min(group, tile.rows)
+    tokens_a_tile = tile.rows // heads_a_tile
+    out = query.new_empty((*query.shape[:2], arguments["value_dim"]))
+    grid = (
+        len(batch.tables.sequences),
+        arguments["num_kv_heads"] * -(-group // heads_a_tile),
+        -(-batch.max_tokens // tokens_a_tile),
+    )
+    more = {
+        "out": out,
+        "rows": tile.rows,
+        "tile_tokens": tile.tile_tokens,
+        "heads_a_tile": heads_a_tile,
+        "tokens_a_tile": tokens_a_tile,
+    }
+    return out, Launch(attend_chunk, grid, arguments | more, tile.num_warps, tile.num_stages)
+
+
+@triton.jit
+def attend_chunk(
+    out,
+    query,
+    keys,
+    tails,
+    values,
+    key_scales,
+    tail_scales,
+    value_scales,
+    sequences,
+    tables,
+    sinks,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    scale_block_stride,
+    scaling,
+    block_size: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    kv_dtype: tl.constexpr,
+    head_dim: tl.constexpr,
+    tail_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    head_width: tl.constexpr,
+    tail_width: tl.constexpr,
+    value_width: tl.constexpr,
+    key_vector: tl.constexpr,
+    tail_vector: tl.constexpr,
+    value_vector: tl.constexpr,
+    is_latent: tl.constexpr,
+    softcap: tl.constexpr,
+    window: tl.constexpr,
+    num_sink_tokens: tl.constexpr,
+    rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    heads_a_tile: tl.constexpr,
+    tokens_a_tile: tl.constexpr,
+):
+    """Some tokens of one sequence, and the heads of one KV head, or as many of them as there are rows."""
+    sequence = tl.program_id(0)
+    tiles_a_group: tl.constexpr = (group + heads_a_tile - 1) // heads_a_tile
+    kv_head = tl.program_id(1) // tiles_a_group
+    first = tl.load(sequences + sequence * 4)
+    last = tl.load(sequences + sequence * 4 + 1)
+    context = tl.load(sequences + sequence * 4 + 2).to(tl.int32)
+    table = tables + tl.load(sequences + sequence * 4 + 3)
+    num_tokens = (last - first).to(tl.int32)
+    begin = tl.program_id(2) * tokens_a_tile
+    if begin >= num_tokens:
+        return
+    start = context - num_tokens
+    end = start + tl.minimum(begin + tokens_a_tile, num_tokens)
+    first_seen = tl.maximum(start + begin - window + 1, 0) if window > 0 else begin * 0
+    first_tile, num_sink_tiles, num_tiles = seen_units(first_seen, end, tile_tokens, num_sink_tokens)
+
+    row = tl.arange(0, rows)
+    tokens = begin + row // heads_a_tile
+    of_group = tl.program_id(1) % tiles_a_group * heads_a_tile + row % heads_a_tile
+    is_row = (row < tokens_a_tile * heads_a_tile) & (tokens < num_tokens) & (of_group < group)
+    heads = kv_head * group + of_group
+    rows_at = query + (first + tokens) * query_token_stride + heads * query_head_stride
+    q_head = load_queries(rows_at, is_row, head_dim, head_width)
+    q_tail = q_head
+    if tail_dim > 0:
+        q_tail = load_queries(rows_at + head_dim, is_row, tail_dim, tail_width)
+    most, total, sums = attend_tiles(
+        q_head,
+        q_tail,
+        start + tokens,
+        keys + kv_head * key_vector,
+        tails + kv_head * tail_vector,
+        values + kv_head * value_vector,
+        key_scales if kv_dtype == "plain" else key_scales + kv_head,
+        tail_scales if kv_dtype == "plain" else tail_scales + kv_head,
+        value_scales if kv_dtype == "plain" else value_scales + kv_head,
+        table,
+        first_tile,
+        num_sink_tiles,
+        num_tiles,
+        first_seen,
+        end,
+        block_stride,
+        scale_block_stride,
+        scaling,
+        block_size,
+        num_kv_heads,
+        kv_dtype,
+        head_dim,
+        tail_dim,
+        value_dim,
+        head_width,
+        tail_width,
+        value_width,
+        key_vector,
+        tail_vector,
+        value_vector,
+        is_latent,
+        softcap,
+        window,
+        num_sink_tokens,
+        rows,
+        tile_tokens,
+    )
+    if sinks is not None:
+        total, shrink = with_sink(most, total, tl.load(sinks + heads, mask=is_row, other=0.0))
+        sums = sums * shrink[:, None]
+    dims = tl.arange(0, value_width)
+    at = ((first + tokens) * num_kv_heads * group + heads) * value_dim
+    tl.store(
+        out + at[:, None] + dims[None, :],
+        sums / total[:, None],
+        mask=is_row[:, None] & (dims < value_dim)[None, :],
+    )
