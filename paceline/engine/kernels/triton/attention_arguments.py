@@ -79,8 +79,13 @@ def takes(query: Tensor, views: LayerViews) -> bool:
     )
 
 
+def empty_answer(query: Tensor, views: LayerViews) -> Tensor:
+    """Where an answer to these queries has room: [num_tokens, num_heads, value_dim]."""
+    return query.new_empty((*query.shape[:2], KeyCut.of(views.layer).value_dim))
+
+
 def attention_arguments(
-    query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
+    out: Tensor, query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
 ) -> dict[str, Any]:
     """What decode and prefill have in common, by the names of their parameters."""
     assert takes(query, views), "queries are of the pool's type, or that one is quantised"
@@ -91,6 +96,7 @@ def attention_arguments(
     elif cut.tail_dim:
         tails = keys[..., cut.head_dim :]
     return {
+        "out": out,
         "query": query,
         "query_token_stride": query.stride(0),
         "query_head_stride": query.stride(1),

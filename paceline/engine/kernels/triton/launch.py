@@ -15,6 +15,20 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 1  # loads that are under way while others are worked on
 
+    @classmethod
+    def of(
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        known: Mapping[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 1,
+    ) -> "Launch":
+        """With what the kernel asks for, of what is known to several."""
+        arguments = {name: known[name] for name in kernel.arg_names}
+        return cls(kernel, grid, arguments, num_warps, num_stages)
+
     def run(self) -> None:
         """Runs it, after what the current stream has to do before; nothing where there is no program."""
         if 0 not in self.grid:

@@ -4,15 +4,18 @@ A split is a fixed run of the context's tokens, whoever else is in the batch, an
 depends on itself alone. A program computes all heads that share a KV head, and so reads each key once (grouped-query attention).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.engine.attention import AttentionRules
-from paceline.engine.kernels.triton.attention_arguments import KeyCut, RaggedBatch, attention_arguments
+from paceline.engine.kernels.triton.attention_arguments import (
+    KeyCut,
+    RaggedBatch,
+    attention_arguments,
+    empty_answer,
+)
 from paceline.engine.kernels.triton.launch import Launch
 from paceline.engine.kernels.triton.layer_views import LayerViews
 from paceline.engine.kernels.triton.tile_sizes import SPLIT_TOKENS, decode_tile
@@ -27,54 +30,36 @@ from paceline.engine.kernels.triton.tiles import (
 
 
 def paged_decode(query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules) -> Tensor:
-    """[num_tokens, num_heads, value_dim], of which only the rows of the batch's sequences are written; each has one token.
-
-    `query` [num_tokens, num_heads, key_dim]; of a layer that keeps latents, [..., compressed + rotary dim], and what comes out has the
-    compressed pair's size. `rules.sinks` are float32.
-    """
-    out, launches = plan_decode(query, views, batch, rules)
-    for launch in launches:
+    """See `paged_attention` in paged_attention.py; each sequence of the batch has one token."""
+    out = empty_answer(query, views)
+    for launch in plan_decode(out, query, views, batch, rules):
         launch.run()
     return out
 
 
 def plan_decode(
-    query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
-) -> tuple[Tensor, tuple[Launch, Launch]]:
-    """Where the answer will be, and the calls that write it there."""
+    out: Tensor, query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
+) -> tuple[Launch, Launch]:
+    """The calls that write the answer to `out`, in order."""
     assert batch.max_tokens == 1, "a decode is of one token a sequence"
-    arguments = attention_arguments(query, views, batch, rules)
+    known = attention_arguments(out, query, views, batch, rules)
     tile = decode_tile(KeyCut.of(views.layer), query.element_size())
     num_sequences, num_heads = len(batch.tables.sequences), query.shape[1]
     max_splits = _max_splits(batch.max_context, rules)
-    rows = (num_sequences, num_heads, max_splits)
-    sums = query.new_empty((*rows, arguments["value_dim"]), dtype=torch.float32)
-    largest, totals = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    splits = {"sums": sums, "largest": largest, "totals": totals, "max_splits": max_splits}
-    out = query.new_empty((*query.shape[:2], arguments["value_dim"]))
-    num_tiles = arguments["num_kv_heads"] * -(-arguments["group"] // tile.rows)
-    split = Launch(
-        attend_split,
-        (num_sequences, num_tiles, max_splits),
-        _without(arguments, "sinks")
-        | splits
-        | {"rows": tile.rows, "tile_tokens": tile.tile_tokens, "split_tokens": SPLIT_TOKENS},
-        tile.num_warps,
-        tile.num_stages,
-    )
-    return out, (split, _plan_join(out, arguments, splits))
-
-
-def _plan_join(out: Tensor, arguments: dict[str, Any], splits: dict[str, Any]) -> Launch:
-    names = ("sequences", "sinks", "window", "num_sink_tokens", "value_dim", "value_width")
-    num_sequences, num_heads = splits["totals"].shape[:2]
-    return Launch(
-        join_splits,
-        (num_sequences, num_heads),
-        {name: arguments[name] for name in names}
-        | splits
-        | {"out": out, "num_heads": num_heads, "split_tokens": SPLIT_TOKENS},
-    )
+    parts = (num_sequences, num_heads, max_splits)
+    known |= {
+        "sums": query.new_empty((*parts, known["value_dim"]), dtype=torch.float32),
+        "largest": query.new_empty(parts, dtype=torch.float32),
+        "totals": query.new_empty(parts, dtype=torch.float32),
+        "max_splits": max_splits,
+        "num_heads": num_heads,
+        "split_tokens": SPLIT_TOKENS,
+        "rows": tile.rows,
+        "tile_tokens": tile.tile_tokens,
+    }
+    grid = (num_sequences, known["num_kv_heads"] * -(-known["group"] // tile.rows), max_splits)
+    split = Launch.of(attend_split, grid, known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return split, Launch.of(join_splits, (num_sequences, num_heads), known)
 
 
 def _max_splits(max_context: int, rules: AttentionRules) -> int:
@@ -84,10 +69,6 @@ def _max_splits(max_context: int, rules: AttentionRules) -> int:
     if window is None:
         return whole
     return min(whole, -(-window // SPLIT_TOKENS) + 1 + -(-num_sink_tokens // SPLIT_TOKENS))
-
-
-def _without(arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in arguments.items() if key != name}
 
 
 @triton.jit

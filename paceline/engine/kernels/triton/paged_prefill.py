@@ -9,7 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.engine.attention import AttentionRules
-from paceline.engine.kernels.triton.attention_arguments import KeyCut, RaggedBatch, attention_arguments
+from paceline.engine.kernels.triton.attention_arguments import (
+    KeyCut,
+    RaggedBatch,
+    attention_arguments,
+    empty_answer,
+)
 from paceline.engine.kernels.triton.launch import Launch
 from paceline.engine.kernels.triton.layer_views import LayerViews
 from paceline.engine.kernels.triton.tile_sizes import prefill_tile
@@ -17,35 +22,32 @@ from paceline.engine.kernels.triton.tiles import attend_tiles, load_queries, see
 
 
 def paged_prefill(query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules) -> Tensor:
-    """See `paged_decode`; a sequence may have any number of tokens in the batch."""
-    out, launch = plan_prefill(query, views, batch, rules)
-    launch.run()
+    """See `paged_attention` in paged_attention.py; a sequence may have any number of tokens."""
+    out = empty_answer(query, views)
+    plan_prefill(out, query, views, batch, rules).run()
     return out
 
 
 def plan_prefill(
-    query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
-) -> tuple[Tensor, Launch]:
-    """Where the answer will be, and the call that writes it there."""
-    arguments = attention_arguments(query, views, batch, rules)
+    out: Tensor, query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules
+) -> Launch:
+    """The call that writes the answer to `out`."""
+    known = attention_arguments(out, query, views, batch, rules)
     tile = prefill_tile(KeyCut.of(views.layer), query.element_size())
-    group = arguments["group"]
-    heads_a_tile = min(group, tile.rows)
+    heads_a_tile = min(known["group"], tile.rows)
     tokens_a_tile = tile.rows // heads_a_tile
-    out = query.new_empty((*query.shape[:2], arguments["value_dim"]))
-    grid = (
-        len(batch.tables.sequences),
-        arguments["num_kv_heads"] * -(-group // heads_a_tile),
-        -(-batch.max_tokens // tokens_a_tile),
-    )
-    more = {
-        "out": out,
+    known |= {
         "rows": tile.rows,
         "tile_tokens": tile.tile_tokens,
         "heads_a_tile": heads_a_tile,
         "tokens_a_tile": tokens_a_tile,
     }
-    return out, Launch(attend_chunk, grid, arguments | more, tile.num_warps, tile.num_stages)
+    grid = (
+        len(batch.tables.sequences),
+        known["num_kv_heads"] * -(-known["group"] // heads_a_tile),
+        -(-batch.max_tokens // tokens_a_tile),
+    )
+    return Launch.of(attend_chunk, grid, known, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def plan_write(views: LayerViews, slots: Tensor, keys: Tensor, values: Tensor) -
         "value_width": width_of(stored_values.shape[3]),
         "num_heads_up": triton.next_power_of_2(stored_keys.shape[2]),
     }
-    return Launch(write_token, (len(slots),), arguments | views.geometry())
+    return Launch.of(write_token, (len(slots),), arguments | views.geometry())
 
 
 @triton.jit

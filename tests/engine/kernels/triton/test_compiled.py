@@ -1,6 +1,7 @@
 """Every kernel compiles for real GPUs, though none is here: down to machine code, with what a program may hold of memory."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.core.request import SamplingParams
 from paceline.engine.attention import AttentionRules
 from paceline.engine.forward_batch import QueryRange
-from paceline.engine.kernels.triton.attention_arguments import RaggedBatch
+from paceline.engine.kernels.triton.attention_arguments import empty_answer
 from paceline.engine.kernels.triton.block_copies import plan_gather, plan_scatter
 from paceline.engine.kernels.triton.launch import Launch
 from paceline.engine.kernels.triton.layer_views import LayerViews
-from paceline.engine.kernels.triton.paged_decode import plan_decode
-from paceline.engine.kernels.triton.paged_prefill import plan_prefill
+from paceline.engine.kernels.triton.paged_attention import StepTables, plan_attention
 from paceline.engine.kernels.triton.sampling import SamplingRows, plan_sampling
 from paceline.engine.kernels.triton.write_kv import plan_write
 from paceline.engine.kv_cache import KVCache
@@ -81,12 +81,13 @@ def _type_of(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def require_compiles(launch: Launch, capability: int) -> None:
-    """To the assembler's text and to machine code, for that GPU, within its memory."""
+def require_compiles(launch: Launch, capability: int) -> str:
+    """To the assembler's text, which it gives, and to machine code, for that GPU, within its memory."""
     kernel = compiled(launch, capability)
     assert f".target sm_{capability}" in kernel.asm["ptx"]
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert kernel.metadata.shared <= MAX_SHARED_BYTES
+    return str(kernel.asm["ptx"])
 
 
 def views_of(layer: LayerKV, kv_dtype: str, dtype: torch.dtype) -> LayerViews:
@@ -111,25 +112,31 @@ def attention_launches(
     query = torch.zeros(9, layer.num_kv_heads * group, dim, dtype=dtype)
     rules = AttentionRules(0.125, layer.view, softcap, torch.zeros(query.shape[1]) if with_sinks else None)
     views, table = views_of(layer, kv_dtype, dtype), (torch.tensor([1]),)
-    decode = RaggedBatch.of([QueryRange(0, 1, 9, table)], 0, "cpu")
-    chunk = RaggedBatch.of([QueryRange(0, 9, 9, table)], 0, "cpu")
-    return [*plan_decode(query, views, decode, rules)[1], plan_prefill(query, views, chunk, rules)[1]]
+    tables = StepTables.of([QueryRange(0, 1, 9, table), QueryRange(1, 9, 9, table)], 0, "cpu")
+    return [*plan_attention(empty_answer(query, views), query, views, tables, rules)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize(("kv_dtype", "dtype"), [("bfloat16", torch.bfloat16), ("int8", torch.bfloat16)])
 def test_attention_compiles(capability: int, kv_dtype: str, dtype: torch.dtype) -> None:
-    """For the generations that serve."""
-    for launch in attention_launches(LayerKV(2, 128, 128), kv_dtype, dtype):
-        require_compiles(launch, capability)
+    """For the generations that serve; products by the matrix unit, and tiles loaded ahead of them."""
+    split, join, chunk = attention_launches(LayerKV(2, 128, 128), kv_dtype, dtype)
+    for launch in (split, chunk):
+        assembly = require_compiles(launch, capability)
+        assert re.search(r"mma[\w.]*\.f32\.bf16\.bf16", assembly)
+        assert "cp.async" in assembly
+    require_compiles(join, capability)
 
 
+@pytest.mark.thorough
 def test_attention_over_fp8_compiles() -> None:
     """For a generation that knows the type; the kernels read its bits, and need nobody who does."""
     for launch in attention_launches(LayerKV(2, 64, 64), "fp8", torch.bfloat16):
         require_compiles(launch, 90)
 
 
+@pytest.mark.thorough
 def test_attention_with_every_rule_compiles() -> None:
     """Windows, sinks of both kinds and a soft cap, in one."""
     layer = LayerKV(2, 80, 80, window=100, num_sink_tokens=4)
@@ -137,6 +144,7 @@ def test_attention_with_every_rule_compiles() -> None:
         require_compiles(launch, 80)
 
 
+@pytest.mark.thorough
 def test_attention_over_latents_compiles() -> None:
     """With as many heads as DeepSeek has."""
     for launch in attention_launches(LATENT, "bfloat16", torch.bfloat16, 128):
@@ -153,10 +161,14 @@ def write_launch(layer: LayerKV, kv_dtype: str, dtype: torch.dtype) -> Launch:
 
 @pytest.mark.parametrize(("kv_dtype", "capability"), [("bfloat16", 80), ("int8", 80), ("fp8", 90)])
 def test_writing_compiles(kv_dtype: str, capability: int) -> None:
-    """Plain and quantised."""
-    require_compiles(write_launch(LayerKV(8, 128, 128), kv_dtype, torch.bfloat16), capability)
+    """Plain and quantised; quotients are rounded once and small ones kept, as on a CPU."""
+    assembly = require_compiles(write_launch(LayerKV(8, 128, 128), kv_dtype, torch.bfloat16), capability)
+    quotients = set(re.findall(r"\bdiv\.[\w.]*", assembly))
+    assert quotients == (set() if kv_dtype == "bfloat16" else {"div.rn.f32"})
+    assert ".ftz" not in assembly
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", TARGETS)
 def test_sampling_compiles(capability: int) -> None:
     """In double precision."""
@@ -172,6 +184,7 @@ def test_copying_blocks_compiles(capability: int) -> None:
         require_compiles(plan(pool, torch.arange(2), torch.zeros(2, 4096, dtype=torch.uint8)), capability)
 
 
+@pytest.mark.thorough
 def test_what_does_not_compile_is_noticed() -> None:
     """The same question fails for a tile that no GPU has room for."""
     (split, _, _) = attention_launches(LayerKV(2, 128, 128), "bfloat16", torch.bfloat16)

@@ -27,6 +27,7 @@ def run_interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
     """A small grid of each."""
     done = run_interpreted("-m", "not slow")

@@ -11,6 +11,7 @@ from paceline.core.kv_layout import LayerKV
 from paceline.engine.attention import AttentionRules
 from paceline.engine.forward_batch import QueryRange
 from paceline.engine.kernels.triton.attention_arguments import RaggedBatch, takes
+from paceline.engine.kernels.triton.paged_attention import StepTables, paged_attention
 from paceline.engine.kernels.triton.paged_decode import paged_decode
 from paceline.engine.kernels.triton.paged_prefill import paged_prefill
 from tests.engine.kernels.triton.ragged import CHUNKS, DECODES, FLOAT16, Ragged
@@ -106,6 +107,16 @@ def test_a_chunk_is_the_same_bits_wherever_it_is_cut() -> None:
     for first, last in ((0, 13), (0, 32), (32, 45), (32, 70), (64, 70)):
         part = QueryRange(first, last, whole.start + last, whole.block_tables)
         assert torch.equal(kernel(ragged, query, rules, [part])[first:last], together[first:last])
+
+
+@pytest.mark.parametrize("kept", [slice(0, 5), slice(0, 1), slice(1, 3)], ids=["both", "decode", "chunks"])
+def test_decodes_and_chunks_of_a_step_share_an_answer(kept: slice) -> None:
+    """Each sequence by its kernel, in any order, and steps that have only one kind."""
+    ragged = Ragged(LayerKV(2, 16, 12), "float32", ((1, 33), (7, 40), (3, 3), (1, 257), (2, 5)))
+    query, rules, parts = ragged.query(4), AttentionRules(0.3), ragged.queries[kept]
+    found = paged_attention(query, ragged.views, StepTables.of(parts, 0, "cpu"), rules)
+    rows = slice(parts[0].first, parts[-1].last)
+    torch.testing.assert_close(found[rows], ragged.plain(query, rules)[rows], atol=2e-5, rtol=2e-5)
 
 
 def test_what_is_no_number_stays_with_its_sequence() -> None:
