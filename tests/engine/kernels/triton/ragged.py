@@ -9,7 +9,6 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout, LayerKV
 from paceline.engine.attention import AttentionRules, attend
 from paceline.engine.forward_batch import QueryRange
-from paceline.engine.kernels.triton.attention_arguments import RaggedBatch
 from paceline.engine.kernels.triton.layer_views import LayerViews
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.kv_quant import dequantise, quantise
@@ -17,8 +16,24 @@ from paceline.engine.kv_quant import dequantise, quantise
 # Of each sequence its tokens in the batch, and its context.
 DECODES = ((1, 1), (1, 17), (1, 256), (1, 257), (1, 700))
 CHUNKS = ((1, 33), (40, 40), (9, 300), (1, 257), (2, 5))
-# How the pool and the queries are stored; bfloat16 is wrong in the interpreter, and no KV cache has float16, which is here in its place.
+# No KV cache has float16; here it stands for bfloat16 where that is wrong, in the interpreter.
 FLOAT16 = "float16"
+# What queries are in, by how keys and values are stored.
+_DTYPES = {FLOAT16: torch.float16, "bfloat16": torch.bfloat16}
+
+
+def copy_on(cache: KVCache, views: LayerViews, device: str) -> tuple[Tensor, LayerViews]:
+    """The bytes of a pool on that device, and a layer's views of them."""
+    pool = torch.frombuffer(cache.pool.buffer, dtype=torch.uint8).clone().to(device)
+
+    def copied(view: Tensor) -> Tensor:
+        return pool.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+
+    keys, values = copied(views.keys), copied(views.values)
+    if views.key_scales is None or views.value_scales is None:
+        return pool, replace(views, keys=keys, values=values)
+    key_scales, value_scales = copied(views.key_scales), copied(views.value_scales)
+    return pool, LayerViews(views.layer, views.kv_dtype, keys, values, key_scales, value_scales)
 
 
 class Ragged:
@@ -35,11 +50,10 @@ class Ragged:
         *,
         block_size: int = 16,
         seed: int = 0,
-        device: str = "cpu",
     ) -> None:
         torch.manual_seed(seed)
         self.layer, self.kv_dtype = layer, kv_dtype
-        self.dtype = torch.float16 if kv_dtype == FLOAT16 else torch.float32
+        self.dtype = _DTYPES.get(kv_dtype, torch.float32)
         other = replace(layer, num_kv_heads=1, key_dim=16, value_dim=16)
         layout = KVLayout((other, layer), block_size, "bfloat16" if kv_dtype == FLOAT16 else kv_dtype)
         num_blocks = [-(-context // block_size) for _, context in sequences]
@@ -52,7 +66,6 @@ class Ragged:
             QueryRange(first, first + num, context, (self._seen(place, context - num, block_size),))
             for first, (num, context), place in zip(firsts, sequences, places, strict=True)
         )
-        self.batch = RaggedBatch.of(self.queries, 0, device)
         self.contexts = [self._fill(part, block_size) for part in self.queries]
 
     def query(self, num_heads: int) -> Tensor:
@@ -108,4 +121,4 @@ class Ragged:
         if self.kv_dtype in {"int8", "fp8"}:
             packed, scales = quantise(vectors, self.kv_dtype)
             return dequantise(packed, scales, vectors.shape[-1], self.kv_dtype, torch.float32)
-        return vectors.float()
+        return vectors.to(self.dtype).float()

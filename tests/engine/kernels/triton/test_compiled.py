@@ -25,6 +25,7 @@ from paceline.engine.kernels.triton.sampling import SamplingRows, plan_sampling
 from paceline.engine.kernels.triton.write_kv import plan_write
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.step import SampleTask
+from tests.engine.kernels.triton.checks import HEADS, LATENT
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter has nothing to compile"
@@ -34,8 +35,7 @@ pytestmark = pytest.mark.skipif(
 MAX_SHARED_BYTES = 99 * 1024
 TARGETS = (80, 90)
 DTYPES = (torch.bfloat16, torch.float16)
-HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)]
-LATENT = LayerKV(1, 512, 64, is_latent=True)
+
 _NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",

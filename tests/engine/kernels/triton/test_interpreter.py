@@ -38,7 +38,8 @@ def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
 @pytest.mark.timeout(7200)
 def test_kernels_equal_their_plain_forms_over_the_whole_grid() -> None:
     """Every size of heads, groups and blocks, every type and rule, long contexts and large vocabularies."""
-    done = run_interpreted("-m", "slow")
+    # A vocabulary as large as real ones takes the interpreter a minute of a core that is its own.
+    done = run_interpreted("-m", "slow", "--timeout", "600")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 

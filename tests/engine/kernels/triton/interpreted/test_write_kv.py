@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from paceline.core.kv_layout import KVLayout, LayerKV
-from paceline.engine.kernels.triton.layer_views import LayerViews
-from paceline.engine.kernels.triton.write_kv import write_kv
-from paceline.engine.kv_cache import KVCache
+from paceline.core.kv_layout import LayerKV
+from tests.engine.kernels.triton.checks import HEADS, require_stored, vectors
 
-NUM_BLOCKS, BLOCK_SIZE = 5, 8
 # Nothing, what is too small for a scale, what is large, what is none; and elements of which each is halfway between two steps.
 ODD_VECTORS = (
     (0.0, 0.0, -0.0),
@@ -28,34 +24,6 @@ ODD_VECTORS = (
 )
 
 
-def caches(layer: LayerKV, kv_dtype: str) -> tuple[KVCache, KVCache]:
-    """Two, with the same layers."""
-    layout = KVLayout((LayerKV(1, 3, 5), layer), BLOCK_SIZE, kv_dtype)
-    return KVCache(layout, NUM_BLOCKS), KVCache(layout, NUM_BLOCKS)
-
-
-def contents(cache: KVCache) -> Tensor:
-    """All bytes of a cache. A scale that is no number is one, whichever it is."""
-    for scales in (*cache.key_scales, *cache.value_scales):
-        scales.nan_to_num_(nan=-1.0, posinf=math.inf)
-    return torch.frombuffer(cache.pool.buffer, dtype=torch.uint8).clone()
-
-
-def require_equal(layer: LayerKV, kv_dtype: str, keys: Tensor, values: Tensor) -> None:
-    """The kernel leaves what write_tokens leaves, in the whole pool."""
-    ours, plain = caches(layer, kv_dtype)
-    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[: len(keys)]
-    plain.write_tokens(1, slots, keys, values)
-    write_kv(LayerViews.of(ours, 1), slots, keys, values)
-    assert torch.equal(contents(ours), contents(plain))
-
-
-def vectors(num_tokens: int, num_heads: int, dim: int, spread: float = 1.0) -> Tensor:
-    """As the model lays them out: [num_tokens, num_heads, dim], heads apart; some much larger than others."""
-    sizes = torch.exp(spread * torch.randn(num_heads, num_tokens, 1))
-    return (torch.randn(num_heads, num_tokens, dim) * sizes).transpose(0, 1)
-
-
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize(("num_heads", "key_dim", "value_dim"), [(2, 64, 64), (3, 21, 12)])
 def test_what_is_stored_is_what_the_cache_stores(
@@ -64,14 +32,14 @@ def test_what_is_stored_is_what_the_cache_stores(
     """Codes, scales, what fills a vector up, and nothing else of the pool."""
     torch.manual_seed(1)
     layer = LayerKV(num_heads, key_dim, value_dim)
-    require_equal(layer, kv_dtype, vectors(20, num_heads, key_dim), vectors(20, num_heads, value_dim, 8.0))
+    require_stored(layer, kv_dtype, vectors(20, num_heads, key_dim), vectors(20, num_heads, value_dim, 8.0))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_odd_vectors_are_stored_alike(kv_dtype: str) -> None:
     """Zeros, infinities, what is no number, and what is rounded to the even one of two."""
     odd = torch.tensor(ODD_VECTORS).unsqueeze(1)
-    require_equal(LayerKV(1, 3, 3), kv_dtype, odd, odd.flip(0))
+    require_stored(LayerKV(1, 3, 3), kv_dtype, odd, odd.flip(0))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -84,25 +52,23 @@ def test_every_element_is_rounded_alike(kv_dtype: str) -> None:
     dim = -(-len(numbers) // 40)
     padded = torch.nn.functional.pad(numbers, (0, 40 * dim - len(numbers))).view(40, 1, dim)
     padded[:, :, 0] = most
-    require_equal(LayerKV(1, dim, dim), kv_dtype, padded, -padded)
+    require_stored(LayerKV(1, dim, dim), kv_dtype, padded, -padded)
 
 
 def test_float16_is_taken_too() -> None:
     """What a model computes in is turned into float32 first, as the cache does."""
     torch.manual_seed(2)
-    require_equal(LayerKV(2, 16, 16), "int8", vectors(9, 2, 16).half(), vectors(9, 2, 16).half())
+    require_stored(LayerKV(2, 16, 16), "int8", vectors(9, 2, 16).half(), vectors(9, 2, 16).half())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize(
-    ("key_dim", "value_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512)]
-)
+@pytest.mark.parametrize(("key_dim", "value_dim"), HEADS)
 def test_every_size_is_stored_alike(kv_dtype: str, num_heads: int, key_dim: int, value_dim: int) -> None:
     """As all kinds of models have them."""
     torch.manual_seed(3)
     layer = LayerKV(num_heads, key_dim, value_dim)
-    require_equal(
+    require_stored(
         layer, kv_dtype, vectors(30, num_heads, key_dim, 8.0), vectors(30, num_heads, value_dim, 2.0)
     )
