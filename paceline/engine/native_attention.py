@@ -1,4 +1,7 @@
-"""Paged attention of the fast mode where the machine can compile it: all that decode in one call, chunks of prompts by torch."""
+"""Paged attention of the fast mode where the machine can compile it: a whole batch in one call.
+
+Chunks of prompts only where that is faster than torch, which takes one sequence after the other.
+"""
 
 from typing import Any
 
@@ -17,7 +20,12 @@ from paceline.engine.attention import (
     store_tokens,
 )
 from paceline.engine.kernels.cpu.build import NoKernelError
-from paceline.engine.kernels.cpu.paged_attention import RaggedTables, register, takes
+from paceline.engine.kernels.cpu.paged_attention import (
+    RaggedTables,
+    is_fast_for_chunks,
+    register,
+    takes,
+)
 from paceline.runtime.log import get_logger
 
 NATIVE_NAME = "paceline_native"
@@ -53,21 +61,26 @@ def native_attention(
 ) -> tuple[Tensor, None]:
     """See `paged_attention`. What the kernel is not written for goes the way that it knows."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
-    cache = context.cache
-    if cache.layout.layers[layer].is_latent or not takes(query, cache.keys[layer], cache.values[layer]):
+    pool = context.cache.keys[layer], context.cache.values[layer]
+    if context.cache.layout.layers[layer].is_latent or not takes(query, *pool):
         return attend_by_sequence(context, layer, rules, query, key, value), None
-    out = _attend_decodes(context, layer, rules, query[0].transpose(0, 1))
+    rows = query[0].transpose(0, 1)
+    if is_fast_for_chunks(query, *pool):
+        return _attend_batch(context, layer, rules, rows, with_chunks=True).unsqueeze(0), None
+    out = _attend_batch(context, layer, rules, rows, with_chunks=False)
     for part in context.batch.queries:
         if part.last - part.first > 1:
-            keys, values = gather_by_head(cache, layer, part, query.dtype)
+            keys, values = gather_by_head(context.cache, layer, part, query.dtype)
             out[part.first : part.last] = attend_part(query, part, keys, values, rules).transpose(0, 1)
     return out.unsqueeze(0), None
 
 
-def _attend_decodes(context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor) -> Tensor:
-    """The rows of sequences with one token; those of others are there, and hold nothing yet."""
+def _attend_batch(
+    context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor, *, with_chunks: bool
+) -> Tensor:
+    """The rows of sequences with one token, or of all; those of others are there, and hold nothing yet."""
     cache = context.cache
-    tables = _tables_of_decodes(context, cache.group_of[layer])
+    tables = _tables(context, cache.group_of[layer], with_chunks=with_chunks)
     if tables is None:
         return query.new_empty((*query.shape[:2], cache.values[layer].shape[3]))
     out: Tensor = torch.ops.paceline.paged_attention(
@@ -85,12 +98,12 @@ def _attend_decodes(context: AttentionContext, layer: int, rules: AttentionRules
     return out
 
 
-def _tables_of_decodes(context: AttentionContext, group: int) -> RaggedTables | None:
+def _tables(context: AttentionContext, group: int, *, with_chunks: bool) -> RaggedTables | None:
     """Made by the first layer of a group, for all of them."""
-    key = ("decodes", group)
+    key = ("tables", group, with_chunks)
     if key not in context.shared:
-        decodes = [part for part in context.batch.queries if part.last - part.first == 1]
-        context.shared[key] = RaggedTables.of(decodes, group) if decodes else None
+        queries = [part for part in context.batch.queries if with_chunks or part.last - part.first == 1]
+        context.shared[key] = RaggedTables.of(queries, group) if queries else None
     tables: RaggedTables | None = context.shared[key]
     return tables
 

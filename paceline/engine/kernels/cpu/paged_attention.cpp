@@ -146,3 +146,8 @@ extern "C" void paceline_paged_attention(const Shape* shape, const Batch* batch)
         task = next;
     }
 }
+
+// Whether heads of these sizes in bfloat16 are multiplied as they are.
+extern "C" int32_t paceline_multiplies_halves(int64_t key_dim, int64_t value_dim) {
+    return multiplies_halves(key_dim) && multiplies_halves(value_dim);
+}

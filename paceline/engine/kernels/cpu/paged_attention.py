@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -63,6 +64,18 @@ class RaggedTables:
 def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether these are of a kind that it is written for: all of one plain type."""
     return query.dtype in _DTYPES and query.dtype == keys.dtype == values.dtype and query.stride(-1) == 1
+
+
+def is_fast_for_chunks(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether it leaves torch's own functions behind for many tokens of one sequence too: where the processor multiplies their type."""
+    return query.dtype is torch.bfloat16 and _multiplies_halves(keys.shape[-1], values.shape[-1])
+
+
+@cache
+def _multiplies_halves(key_dim: int, value_dim: int) -> bool:
+    function = load(_SOURCE).paceline_multiplies_halves
+    function.argtypes, function.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int32
+    return bool(function(key_dim, value_dim))
 
 
 def register() -> None:

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "vectors.h"
+#include "halves.h"
 
 // What the batch and the layer are; the same names as in paceline/engine/kernels/cpu/paged_attention.py. Strides count elements.
 struct Shape {
@@ -26,7 +26,6 @@ struct Batch {
 
 namespace {
 
-constexpr int kSplit = 128;     // tokens
 constexpr int kMaxRows = 48;    // of a tile
 constexpr int kRows = 3;        // rows, tokens and vectors that stay in registers
 constexpr int kTokens = 4;
@@ -119,13 +118,16 @@ void weigh_all(const float* weights, const float* const* tokens, int num_tokens,
 // One KV head of one tile of query tokens: reads splits one after the other.
 class Tile {
    public:
-    Tile(const Shape& shape, const Batch& batch) : shape_(shape), batch_(batch) {
-        group_ = heads_of_group(shape);
-        const int most = max_queries(shape);
-        key_dim_ = whole_vectors(shape.key_dim), value_dim_ = whole_vectors(shape.value_dim);
-        queries_.resize(size_t(most) * group_ * key_dim_);
-        scores_.resize(size_t(most) * group_ * kSplit);
+    Tile(const Shape& shape, const Batch& batch)
+        : shape_(shape), batch_(batch), group_(heads_of_group(shape)), key_dim_(whole_vectors(shape.key_dim)),
+          value_dim_(whole_vectors(shape.value_dim)),
+          as_halves_(shape.is_bf16 && multiplies_halves(shape.key_dim) && multiplies_halves(shape.value_dim)),
+          halves_(as_halves_ ? size_t(max_queries(shape)) * group_ : 0, key_dim_, value_dim_) {
+        const size_t num_rows = size_t(max_queries(shape)) * group_;
+        scores_.resize(num_rows * kSplit);
         nothing_.resize(std::max(key_dim_, value_dim_));
+        if (as_halves_) return;
+        queries_.resize(num_rows * key_dim_);
         // Zeros behind a head that does not fill its last vector.
         if (shape.is_bf16 || shape.key_dim < key_dim_) keys_.resize(size_t(kSplit) * key_dim_);
         if (shape.is_bf16 || shape.value_dim < value_dim_) values_.resize(size_t(kSplit) * value_dim_);
@@ -137,7 +139,12 @@ class Tile {
         for (int64_t token = first; token < last; ++token)
             for (int head = 0; head < group_; ++head) {
                 const int64_t from = token * shape_.query_token_stride + (kv_head * group_ + head) * shape_.query_head_stride;
-                float* to = queries_.data() + ((token - first) * group_ + head) * key_dim_;
+                const int row = int(token - first) * group_ + head;
+                if (as_halves_) {
+                    std::copy_n(static_cast<const uint16_t*>(batch_.query) + from, shape_.key_dim, halves_.query(row));
+                    continue;
+                }
+                float* to = queries_.data() + size_t(row) * key_dim_;
                 for (int64_t i = 0; i < shape_.key_dim; ++i) to[i] = shape_.scaling * read(batch_.query, from + i);
             }
     }
@@ -146,6 +153,12 @@ class Tile {
     void attend(int64_t begin, int64_t end, Partial& out) {
         const int rows = num_queries_ * group_, dim = value_dim_;
         const int num_tokens = gather(begin, end);
+        if (as_halves_) {
+            halves_.score(rows, num_tokens, shape_.scaling, scores_.data());
+            for (int row = 0; row < rows; ++row) soften(row, num_tokens, out);
+            halves_.weigh(scores_.data(), rows, num_tokens, out.values.data());
+            return;
+        }
         for (int row = 0; row < rows; row += kRows) score(row, std::min(kRows, rows - row), num_tokens);
         for (int row = 0; row < rows; ++row) soften(row, num_tokens, out);
         for (int row = 0; row < rows; row += kRows) {
@@ -179,16 +192,33 @@ class Tile {
         int count = 0;
         for (int64_t token = base_; token < stop; ++token, ++count) {
             if (token < first && token >= shape_.num_sink_tokens) {
-                key_of_[count] = value_of_[count] = nothing_.data(), has_holes_ = true;
+                place_nothing(count), has_holes_ = true;
                 continue;
             }
             const int64_t block = table_[token / shape_.block_size], slot = token % shape_.block_size;
             const int64_t key = block * shape_.key_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.key_dim;
             const int64_t value = block * shape_.value_block_stride + (slot * shape_.num_kv_heads + kv_head_) * shape_.value_dim;
+            if (as_halves_) {
+                halves_.key_of[count] = static_cast<const uint16_t*>(batch_.keys) + key;
+                halves_.value_of[count] = static_cast<const uint16_t*>(batch_.values) + value;
+                fetch(halves_.key_of[count], int(shape_.key_dim)), fetch(halves_.value_of[count], int(shape_.value_dim));
+                continue;
+            }
             key_of_[count] = point(batch_.keys, key, keys_, count, int(shape_.key_dim), key_dim_);
             value_of_[count] = point(batch_.values, value, values_, count, int(shape_.value_dim), value_dim_);
         }
+        for (int place = count; place < whole_vectors(count); ++place) place_nothing(place);
         return count;
+    }
+
+    // From memory, while others are being looked up.
+    static void fetch(const uint16_t* from, int dim) {
+        for (int i = 0; i < dim; i += 32) __builtin_prefetch(from + i);
+    }
+
+    void place_nothing(int place) {
+        key_of_[place] = value_of_[place] = nothing_.data();
+        halves_.key_of[place] = halves_.value_of[place] = reinterpret_cast<const uint16_t*>(nothing_.data());
     }
 
     // Where a vector is as whole float vectors: in the pool itself, or copied.
@@ -253,11 +283,14 @@ class Tile {
 
     const Shape& shape_;
     const Batch& batch_;
-    int group_, key_dim_, value_dim_, num_queries_ = 0;
+    const int group_, key_dim_, value_dim_;
+    const bool as_halves_;  // bfloat16 is multiplied as it is, not as floats
+    int num_queries_ = 0;
     int64_t kv_head_ = 0, position_ = 0, base_ = 0;
     bool has_holes_ = false;
     const int64_t* table_ = nullptr;
     std::vector<float> queries_, scores_, keys_, values_, nothing_;
+    HalfProducts halves_;
     const float *key_of_[kSplit], *value_of_[kSplit];
 };
 

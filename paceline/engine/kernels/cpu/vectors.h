@@ -17,6 +17,8 @@
 
 namespace {
 
+constexpr int kSplit = 128;  // tokens of a split of a context, which are whole vectors
+
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
