@@ -29,7 +29,12 @@ class Launch:
         arguments = {name: known[name] for name in kernel.arg_names}
         return cls(kernel, grid, arguments, num_warps, num_stages)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told beside the arguments. Products are fused into sums, whatever a release of Triton does by itself."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
     def run(self) -> None:
         """Runs it, after what the current stream has to do before; nothing where there is no program."""
         if 0 not in self.grid:
-            self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+            self.kernel[self.grid](**self.arguments, **self.options)

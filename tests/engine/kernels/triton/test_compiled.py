@@ -71,8 +71,7 @@ def compiled(launch: Launch, capability: int) -> CompiledKernel:
             divisors[index,] = [["tt.divisibility", 16]]
     assert set(launch.arguments) == {parameter.name for parameter in launch.kernel.params}
     source = ASTSource(launch.kernel, signature, constants, divisors)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
 
 
 def _type_of(value: Any) -> str:

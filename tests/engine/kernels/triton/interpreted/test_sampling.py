@@ -1,11 +1,15 @@
 """The kernel chooses what `sample` chooses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from paceline.core.request import SamplingParams
 from paceline.engine.kernels.triton.sampling import SamplingRows, sample_tokens
+from paceline.engine.sampler import sample
+from paceline.engine.step import SampleTask
 from tests.engine.kernels.triton.checks import KINDS_OF_ROWS, require_tokens, tasks_of
 
 
@@ -20,6 +24,36 @@ def test_equal_logits_are_told_apart_by_their_token() -> None:
     """Where a filter cuts among equals, the lower ids stay; logits that were rounded have many of them."""
     torch.manual_seed(1)
     require_tokens((torch.randn(3 * len(KINDS_OF_ROWS), 300) * 2).round())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(top_k=21, top_p=0.8), SamplingParams(top_k=70, top_p=0.99), SamplingParams(top_p=0.9)],
+    ids=["above", "at", "alone"],
+)
+def test_equals_at_either_cut_are_counted(params: SamplingParams) -> None:
+    """The cut of top_p lies among equals above that of top_k, or among the same ones."""
+    logits = torch.zeros(1, 80)
+    logits[:, ::4] = 2.0
+    tasks = [SampleTask(replace(params, seed=seed)) for seed in range(20)]
+    rows = SamplingRows.of(tasks, range(20), "cpu")
+    found = sample_tokens(logits.expand(20, -1), rows)
+    assert tuple(found.tolist()) == sample(logits.expand(20, -1), tasks, range(20)).token_ids
+
+
+def test_equals_are_counted_from_tile_to_tile() -> None:
+    """A cut in the second tile of a row in which all are equal."""
+    tasks = [SampleTask(SamplingParams(top_k=top_k, seed=top_k)) for top_k in range(520, 528)]
+    logits, positions = torch.zeros(8, 1100), range(8)
+    found = sample_tokens(logits, SamplingRows.of(tasks, positions, "cpu"))
+    assert tuple(found.tolist()) == sample(logits, tasks, positions).token_ids
+
+
+def test_a_number_at_a_step_is_past_it() -> None:
+    """Of four equal tokens each has a quarter, without its upper end."""
+    numbers = torch.tensor([0.0, 0.25, 0.4999, 0.5, 0.75, 1 - 2.0**-53], dtype=torch.float64)
+    rows = replace(SamplingRows.of([SampleTask(SamplingParams())] * 6, range(6), "cpu"), numbers=numbers)
+    assert sample_tokens(torch.zeros(6, 4), rows).tolist() == [0, 1, 1, 2, 3, 3]
 
 
 def test_zeros_of_both_signs_are_equal() -> None:

@@ -8,7 +8,7 @@ import torch
 from paceline.core.kv_layout import LayerKV
 from tests.engine.kernels.triton.checks import HEADS, require_stored, vectors
 
-# Nothing, what is too small for a scale, what is large, what is none; and elements of which each is halfway between two steps.
+# Nothing, what is too small for a scale, what is large, what is none; elements, and scales of either type, halfway between two steps.
 ODD_VECTORS = (
     (0.0, 0.0, -0.0),
     (1e-45, -1e-45, 0.0),
@@ -21,6 +21,7 @@ ODD_VECTORS = (
     (448.0, 2**-10, 3 * 2**-10),
     (-448.0, 17.0, 19.0),
     (448.0, 2**-7, 2**-6 - 2**-11),
+    *((largest * (1 + odd / 256), 1.0, 0.0) for largest in (127.0, 448.0) for odd in (1, 3)),
 )
 
 
