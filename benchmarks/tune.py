@@ -14,6 +14,7 @@ from benchmarks.simulator.options import (
     say,
     scene_of,
     write_json,
+    writing,
 )
 from benchmarks.simulator.prefixes import Coverage, Pins, choose_pins, coverage
 from benchmarks.simulator.search import HEAD, Search, Trial, grid_table, row
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(scene: Scene, args: argparse.Namespace) -> int:
     trace = scene.trace
+    if args.max_pins < 1:
+        raise ConfigError(f"--max-pins must be at least 1, not {args.max_pins}")
     found = coverage(trace, scene.cluster.block_size)
     pins = choose_pins(trace, found, args.max_pins, PAYS_FROM)
     print(lengths_table(trace))
@@ -131,9 +134,11 @@ def _write_pins(pins: Pins | None, file: Path) -> None:
             "--pinned: this trace has lengths and names only, and a pin needs the tokens themselves; "
             "give prompt_ids in the trace (docs/simulator.md)"
         )
-    file.write_text(
-        "".join(json.dumps({"token_ids": list(prefix)}) + "\n" for prefix in pins.prefixes), encoding="utf-8"
-    )
+    with writing("--pinned", file):
+        file.write_text(
+            "".join(json.dumps({"token_ids": list(prefix)}) + "\n" for prefix in pins.prefixes),
+            encoding="utf-8",
+        )
     say(f"wrote {len(pins.prefixes)} prefixes into {file}")
 
 

@@ -14,6 +14,7 @@ from benchmarks.simulator.options import (
     say,
     scene_of,
     write_json,
+    writing,
 )
 from benchmarks.simulator.records import Result
 from benchmarks.simulator.report import as_json, report, table
@@ -69,9 +70,11 @@ def _replay(scene: Scene, args: argparse.Namespace) -> int:
     print(table(numbers, scene.slo))
     say(f"simulated {len(result.requests)} requests and {len(result.steps)} steps in {duration_s:.1f} s")
     if args.decisions is not None:
-        args.decisions.write_text("".join(f"{line}\n" for line in result.decisions), encoding="utf-8")
+        with writing("--decisions", args.decisions):
+            args.decisions.write_text("".join(f"{line}\n" for line in result.decisions), encoding="utf-8")
     if args.plot is not None:
-        _plot(scene, result, args.plot)
+        with writing("--plot", args.plot):
+            _plot(scene, result, args.plot)
     write_json(args.json, as_json(numbers))
     return 0
 

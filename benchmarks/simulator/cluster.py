@@ -145,6 +145,7 @@ class SimulatedCluster:
             assigned,
             None if predicted is None else predicted.ttft_s,
             leave,
+            self._agenda.now_s,
         )
         self._journeys[spec.sequence_id] = journey
         role = SequenceRole.PREFILL_ONLY if prefill else SequenceRole.GENERATE
@@ -256,7 +257,7 @@ class SimulatedCluster:
     def _take_start(self, worker: SimulatedWorker, journey: Journey, event: Started) -> None:
         if worker is journey.prefill:
             journey.hand_over = HandOver()
-            journey.decode.add(journey.spec, SequenceRole.AWAIT_KV)
+            journey.decode.add(journey.spec_at(self._agenda.now_s), SequenceRole.AWAIT_KV)
             self._call(journey.decode)
         journey.num_cached_tokens = event.num_cached_tokens
 

@@ -1,6 +1,7 @@
 """How long a step and a transfer take: a few numbers, fitted from real steps or taken from a textbook."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -80,8 +81,11 @@ class CostModel:
         numbers = [field.name for field in fields(self) if field.name not in {"name", "noise"}]
         for name in numbers:
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 <= value < float("inf")):
-                raise ConfigError(f"cost model {self.name}: {name} is {value!r}, not a number from 0 up")
+            # Whole numbers of JSON have no bound.
+            if not (isinstance(value, int | float) and 0 <= value <= sys.float_info.max):
+                raise ConfigError(f"cost model {self.name}: {name} must be a number from 0 up")
+        if not isinstance(self.kv_bytes_per_token, int):
+            raise ConfigError(f"cost model {self.name}: kv_bytes_per_token must be a whole number")
         if not all(map(_is_ratio, self.noise)):
             raise ConfigError(f"cost model {self.name}: noise must be ratios above 0")
         if self.transfer_bytes_per_s <= 0:
@@ -106,7 +110,7 @@ class CostModel:
 
 
 def _is_ratio(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < float("inf")
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max
 
 
 # Decode is bound by memory: weights are read once for all, so that a larger batch costs little more.
@@ -130,5 +134,5 @@ def load_cost(name_or_file: str) -> CostModel:
         raise ConfigError(
             f"--cost {name_or_file}: neither one of {known} nor a file: {error.strerror}"
         ) from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--cost {name_or_file} is no cost model: {error}") from error

@@ -1,7 +1,7 @@
 """One request on its way through a simulated cluster."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.simulator.hand_over import HandOver
 from benchmarks.simulator.records import Mode, RequestRecord
@@ -24,6 +24,8 @@ class Journey:
     assigned: Assigned
     predicted_ttft_s: float | None
     leave: ExitStack
+    # When the router sent it off.
+    started_s: float
     token_times_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -33,6 +35,13 @@ class Journey:
     def sequence_id(self) -> SequenceId:
         """What the workers call it."""
         return self.spec.sequence_id
+
+    def spec_at(self, now_s: float) -> SequenceSpec:
+        """What is sent later than its beginning: the same, with less time left."""
+        budget_s = self.spec.time_budget_s
+        if budget_s is None:
+            return self.spec
+        return replace(self.spec, time_budget_s=max(0.0, self.started_s + budget_s - now_s))
 
     def record(self, reason: str = "") -> RequestRecord:
         """What came of it; a reason means that it failed."""

@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,6 +161,15 @@ def write_json(file: Path | None, numbers: dict[str, Any]) -> None:
         # They may have taken minutes.
         print(text)
         raise ConfigError(f"--json {file}: {error.strerror}; the numbers are above") from error
+
+
+@contextmanager
+def writing(flag: str, place: Path) -> Iterator[None]:
+    """For other flags that name where to write: what cannot be written there is a wrong flag."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} {place}: {error.strerror}") from error
 
 
 def say(text: str) -> None:

@@ -5,13 +5,12 @@ A line that is not what its format says is refused, with its number: a trace tha
 
 import csv
 import json
-import math
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator.trace import PrefixPart, Trace, TraceRequest
+from benchmarks.simulator.trace import MAX_ARRIVAL_S, MAX_TOKENS, PrefixPart, Trace, TraceRequest
 from benchmarks.simulator.traffic import is_named, made_up
 from paceline.core.errors import ConfigError
 from paceline.core.request import Priority
@@ -119,7 +118,7 @@ def read_mooncake(lines: Lines) -> Iterator[TraceRequest]:
             )
         left = [num_prompt_tokens - MOONCAKE_BLOCK_TOKENS * index for index in range(len(hash_ids))]
         yield TraceRequest(
-            arrival_s=_seconds(number, row, "timestamp") / 1e3,
+            arrival_s=_seconds(number, row, "timestamp", per_second=1e3),
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=_count(number, row, "output_length"),
             prefix=tuple(
@@ -132,7 +131,7 @@ def read_mooncake(lines: Lines) -> Iterator[TraceRequest]:
 def read_azure(lines: Lines) -> Iterator[TraceRequest]:
     """A CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens, among others; no prefixes."""
     (head_number, head), *rest = lines
-    columns = [column.strip() for column in next(csv.reader([head]))]
+    columns = [column.strip() for column in _cells(head_number, head)]
     missing = [column for column in _AZURE_COLUMNS if column not in columns]
     if missing:
         raise BadLineError(
@@ -141,7 +140,7 @@ def read_azure(lines: Lines) -> Iterator[TraceRequest]:
         )
     first_s: float | None = None
     for number, line in rest:
-        row = dict(zip(columns, next(csv.reader([line])), strict=False))
+        row = dict(zip(columns, _cells(number, line), strict=False))
         arrival_s = _timestamp_s(number, row.get("TIMESTAMP", ""))
         first_s = arrival_s if first_s is None else first_s
         if arrival_s < first_s:
@@ -159,18 +158,26 @@ def read_azure(lines: Lines) -> Iterator[TraceRequest]:
 def _object(number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadLineError(number, f"not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadLineError(number, "not a JSON object")
     return row
 
 
+def _cells(number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise BadLineError(number, f"not CSV: {error}") from error
+
+
 def _count(number: int, row: dict[str, Any], name: str) -> int:
     value = row.get(name)
     # Not isinstance: true is an int to Python, and a mistake to us.
-    if type(value) is not int or value < 1:
-        raise BadLineError(number, f"{name} must be a whole number from 1 up, not {json.dumps(value)}")
+    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+        given = json.dumps(value)
+        raise BadLineError(number, f"{name} must be a whole number from 1 to {MAX_TOKENS:,}, not {given}")
     return value
 
 
@@ -180,16 +187,14 @@ def _csv_count(number: int, row: dict[str, str], name: str) -> int:
     except ValueError as error:
         if isinstance(error, BadLineError):
             raise
-        raise BadLineError(
-            number, f"{name} must be a whole number from 1 up, not {row.get(name)!r}"
-        ) from error
+        raise BadLineError(number, f"{name} must be a whole number, not {row.get(name)!r}") from error
 
 
-def _seconds(number: int, row: dict[str, Any], name: str) -> float:
-    value = row.get(name)
-    if type(value) not in {int, float} or not 0 <= value < math.inf:  # type: ignore[operator] # numbers by now
-        raise BadLineError(number, f"{name} must be a number from 0 up, not {json.dumps(value)}")
-    return float(value)  # type: ignore[arg-type] # the same
+def _seconds(number: int, row: dict[str, Any], name: str, per_second: float = 1.0) -> float:
+    value, most = row.get(name), MAX_ARRIVAL_S * per_second
+    if type(value) not in {int, float} or not 0 <= value <= most:  # type: ignore[operator] # numbers by now
+        raise BadLineError(number, f"{name} must be a number from 0 to {most:g}, not {json.dumps(value)}")
+    return value / per_second  # type: ignore[operator] # the same
 
 
 def _timestamp_s(number: int, text: str) -> float:

@@ -9,6 +9,7 @@ from benchmarks.simulator.report import Report, report
 from benchmarks.simulator.slo import Slo
 from benchmarks.simulator.spec import ClusterSpec
 from benchmarks.simulator.trace import Trace
+from paceline.core.errors import ConfigError
 from paceline.launcher.config import Topology
 
 BUDGETS = (128, 256, 512, 1024)
@@ -65,6 +66,9 @@ class Search:
             best = max([best, *self.refined(best)], key=_merit)
             if best.meets:
                 return best
+        if not self.trials:
+            way = f"--disaggregate {self._base.disaggregate}"
+            raise ConfigError(f"--max-workers {max_workers} is too few: with {way} there is nothing to try")
         return None
 
     def tuned(self, topology: Topology) -> Trial:

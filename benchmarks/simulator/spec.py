@@ -8,6 +8,7 @@ from paceline.core.kv_layout import KVGroup
 from paceline.engine.policies import TURN_POLICIES, VICTIM_POLICIES
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.launcher.config import Topology
+from paceline.runtime.config import require_finite
 from paceline.worker.config import WorkerConfig
 from router.config import RouterConfig
 from router.costs import RouteCosts
@@ -24,6 +25,18 @@ def defaults_of(config: type[Any]) -> dict[str, Any]:
 
 
 _BATCHING = ("continuous", "static")
+# What a worker does not let anybody set, and the least that makes sense.
+_LEAST = {
+    "cool_down_after": 1,
+    "cool_down_window": 1,
+    "cool_down_steps": 1,
+    "static_batch_size": 1,
+    "num_swap_blocks": 0,
+    "watermark_rise": 0,
+}
+_MOST = 1_000_000_000
+# A pool's books are lists in memory; ten times as many blocks as machines have today.
+_MAX_BLOCKS = 1 << 22
 _WORKER, _ROUTER = defaults_of(WorkerConfig), defaults_of(RouterConfig)
 
 
@@ -35,13 +48,17 @@ def scheduler_config(**settings: Any) -> SchedulerConfig:
             raise ConfigError(f"the scheduler has no setting {name!r}; it has {', '.join(sorted(known))}")
     shared = {name: value for name, value in _WORKER.items() if name in known}
     # What a worker would refuse is refused here too.
+    require_finite(settings)
     WorkerConfig(model="simulated", **{name: value for name, value in settings.items() if name in _WORKER})
     for name, choices in (("policy", TURN_POLICIES), ("victim", VICTIM_POLICIES), ("batching", _BATCHING)):
         if settings.get(name, next(iter(choices))) not in choices:
             raise ConfigError(f"{name} = {settings[name]!r} is none of {', '.join(choices)}")
-    for name in ("cool_down_after", "cool_down_window", "cool_down_steps", "static_batch_size"):
-        if settings.get(name, 1) < 1:
-            raise ConfigError(f"{name} must be at least 1, not {settings[name]}")
+    for name, value in settings.items():
+        if type(value) is int and value > _MOST:
+            raise ConfigError(f"{name} must be at most {_MOST:,}")
+    for name, least in _LEAST.items():
+        if settings.get(name, least) < least:
+            raise ConfigError(f"{name} must be at least {least}, not {settings[name]}")
     # Blocks that lie in another worker's cache are computed: nobody pulls them here.
     return SchedulerConfig(**{**shared, "prefix_pull": "never", **settings})
 
@@ -69,6 +86,10 @@ class ClusterSpec:
         """Refuses what is no cluster."""
         if self.block_size < 1 or self.num_blocks < 2:
             raise ConfigError(f"{self.num_kv_tokens} tokens of KV in blocks of {self.block_size} are too few")
+        if self.num_blocks > _MAX_BLOCKS:
+            raise ConfigError(f"{self.num_blocks:,} KV blocks a worker are too many: at most {_MAX_BLOCKS:,}")
+        if self.max_requests is not None and self.max_requests < 1:
+            raise ConfigError(f"--max-requests is {self.max_requests}: at least 1, or 0 for no bound")
         if self.prefill.prefix_pull != "never" or self.decode.prefix_pull != "never":
             raise ConfigError("prefix_pull: pulls of cached prefixes are not simulated; leave it out")
         if self.disaggregate == "always" and not self.topology.num_prefill:

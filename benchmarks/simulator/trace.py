@@ -12,6 +12,10 @@ from paceline.core.request import Priority, RequestId, SamplingParams, SequenceI
 _GREEDY = SamplingParams(temperature=0.0)
 # Real models' ids, when a trace is only simulated: any number will do that all requests agree on.
 ANY_VOCAB_SIZE = 32_000
+# Of one prompt or output; no model reads more, and a prompt's tokens are made up in memory.
+MAX_TOKENS = 10_000_000
+# Beyond this a short step is lost in the rounding of the clock. Seconds since 1970 are well within.
+MAX_ARRIVAL_S = 1e10
 
 
 class PrefixPart(NamedTuple):
@@ -89,6 +93,7 @@ def _tokens(name: str, num_tokens: int, vocab_size: int) -> Sequence[int]:
     """As many digits of an endless digest; ids up to 2 are left out, since models keep them for special tokens."""
     if num_tokens <= 0:
         return ()
-    digits = hashlib.shake_128(name.encode()).digest(4 * num_tokens)
+    # A name in JSON may hold half a character.
+    digits = hashlib.shake_128(name.encode(errors="surrogatepass")).digest(4 * num_tokens)
     ids: list[int] = (np.frombuffer(digits, "<u4") % (vocab_size - 3) + 3).tolist()
     return ids

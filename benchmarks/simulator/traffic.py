@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.simulator.trace import PrefixPart, Trace, TraceRequest
+from benchmarks.simulator.trace import MAX_ARRIVAL_S, PrefixPart, Trace, TraceRequest
 from paceline.core.errors import ConfigError
+
+# Of requests, of tokens, of anything: all of it is made up before the first request arrives.
+_MOST = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,10 @@ class Traffic:
     def __post_init__(self) -> None:
         """Refuses what no user could send."""
         for name in ("requests", "rate", "prompt", "output", "turns", "prefixes"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"--trace: {name} must be more than 0, not {getattr(self, name)}")
-        if self.system < 0:
-            raise ConfigError(f"--trace: system must be 0 or more, not {self.system}")
+            if not 0 < getattr(self, name) <= _MOST:
+                raise ConfigError(f"--trace: {name} must be more than 0, and at most {_MOST:,}")
+        if not 0 <= self.system <= _MOST:
+            raise ConfigError(f"--trace: system must be 0 or more, and at most {_MOST:,}")
 
 
 def poisson(traffic: Traffic) -> Iterator[TraceRequest]:
@@ -91,7 +94,10 @@ def made_up(text: str) -> Trace:
     """The trace of `NAME:SETTING=VALUE,...`; raises ConfigError."""
     name, _, settings = text.partition(":")
     traffic = Traffic(**dict(map(_setting, filter(None, settings.split(",")))))
-    return Trace(text, tuple(NAMED[name](traffic)))
+    trace = Trace(text, tuple(NAMED[name](traffic)))
+    if not trace.duration_s <= MAX_ARRIVAL_S:
+        raise ConfigError(f"--trace: at rate={traffic.rate:g} the last request would come in centuries")
+    return trace
 
 
 def _setting(text: str) -> tuple[str, Any]:

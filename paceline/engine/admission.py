@@ -162,20 +162,18 @@ class Admission:
                 yield sequence
                 return
             self._due = self._due or sequence
-            # After so many nobody comes in before the oldest, of whatever class and however old.
-            if self._running.is_computing and self._due.num_overtaken >= self._config.max_overtakes:
-                self.close()
+            if self._is_held_up:
                 return
 
     def admitted(self, queue: WaitingQueue, priority: Priority) -> Iterator[Sequence]:
         """Those of a lane and a class that fit, one after the other; each has its room once it is given."""
-        if not self._is_open or self._gives_way(priority):
+        if not self._is_open or self._is_held_up or self._gives_way(priority):
             return
         if not self._has_seats(1):
             queue.note_full(priority)
             return
-        now = self._room.num_available, self._room.num_steps
-        if bool(self._running) and queue.is_blocked(priority, *now, is_bound=self._is_bound):
+        now = self._room.now
+        if bool(self._running) and queue.is_blocked(priority, now, is_bound=self._is_bound):
             return
         if self._is_bound and self._is_shut(queue, priority):
             return
@@ -197,7 +195,7 @@ class Admission:
             if len(refused) >= _LOOK_AHEAD and self._is_bound:
                 break
         if refused and not has_admitted:
-            queue.note_blocked(priority, *now, is_bound=self._is_bound or self._has_parked)
+            queue.note_blocked(priority, now, is_bound=self._is_bound or self._has_parked)
 
     def _in_turn(self, queue: WaitingQueue, priority: Priority) -> Iterator[Sequence]:
         """Those of a lane and a class, without those that would wait for KV where that may not be."""
@@ -207,6 +205,12 @@ class Admission:
                 yield sequence
 
     # -- who is before whom
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether nobody comes in before the oldest, of whatever class and however old: so many have."""
+        due = self._due if self._is_bound else None
+        return due is not None and due.num_overtaken >= self._config.max_overtakes
 
     def _is_bar(self, sequence: Sequence, queue: WaitingQueue) -> bool:
         """Whether nobody of a lane who is behind it comes in before it: it was passed by as often as may be, or lost its blocks there."""

@@ -4,7 +4,7 @@ It knows block ids, hashes and tokens; the memory itself is the KV cache's.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 
 from paceline.core.block_hash import BlockHash, group_hash
@@ -128,9 +128,10 @@ class BlockPool:
         """How many come free when so many references are given up, several of one block among them."""
         return sum(self._num_refs[block_id] == number for block_id, number in Counter(block_ids).items())
 
-    def is_named(self, block_hash: BlockHash) -> bool:
-        """Whether a block of the first group is cached under this hash; it may be another's."""
-        return group_hash(block_hash, 0) in self._by_hash
+    @property
+    def names(self) -> KeysView[BlockHash]:
+        """Hashes under which blocks are cached, those of the first group as they are; a block may be another's of the same hash."""
+        return self._by_hash.keys()
 
     def acquire(self, cached: Sequence[CachedBlock]) -> list[BlockId]:
         """Takes a reference on each cached block."""

@@ -14,6 +14,7 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
+from paceline.engine.fusion import pack_linears
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
 from paceline.engine.probe import probe_layers
@@ -66,6 +67,7 @@ def load_model(
         make_exact(model)
     else:
         choose_attention(model, attention)
+        pack_linears(model)
     return LoadedModel(
         model=model,
         layout=layout,

@@ -11,7 +11,7 @@ from paceline.engine.pressure import Pressure
 from paceline.engine.running import Running
 from paceline.engine.sequence import Sequence, SequenceRole
 from paceline.engine.swap import SwapSpace
-from paceline.engine.waiting import RETRY_STEPS
+from paceline.engine.waiting import RETRY_STEPS, RoomNow
 
 HashBlock = Callable[[BlockHash, AbstractSequence[int]], BlockHash]
 
@@ -75,9 +75,9 @@ class Room:
         return self._refused_at_step >= 0 and self.num_steps < self._refused_at_step + RETRY_STEPS
 
     @property
-    def num_available(self) -> int:
-        """Blocks that nobody holds."""
-        return self._pool.num_available
+    def now(self) -> RoomNow:
+        """What there is in this step."""
+        return RoomNow(self.num_steps, self._pool.num_available, self._pool.names)
 
     @property
     def is_all_free(self) -> bool:
@@ -186,8 +186,7 @@ class Room:
         # What is kept free for others may have become less since.
         if self.num_steps >= sequence.refused_at_step + RETRY_STEPS:
             return False
-        hashes, num_found = sequence.block_hashes, sequence.num_prefix_blocks
-        is_longer = num_found < len(hashes) and self._pool.is_named(hashes[num_found])
+        is_longer = sequence.awaited_hash in self._pool.names
         return self._pool.num_available <= sequence.refused_with and not is_longer
 
 

@@ -129,6 +129,12 @@ class Sequence:
         return self.role is SequenceRole.PREFILL_ONLY and self.status is SequenceStatus.FINISHED
 
     @property
+    def awaited_hash(self) -> BlockHash | None:
+        """The first block of it that was not cached when it was refused; once another one has computed that, it needs less room."""
+        hashes = self.block_hashes
+        return hashes[self.num_prefix_blocks] if self.num_prefix_blocks < len(hashes) else None
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.token_ids)

@@ -3,9 +3,11 @@
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from paceline.core.block_hash import BlockHash
 from paceline.core.request import Priority
 from paceline.engine.policies import TurnPolicy
 from paceline.engine.sequence import Sequence, SequenceRole
@@ -14,6 +16,24 @@ from paceline.engine.sequence import Sequence, SequenceRole
 RETRY_STEPS = 16
 # A number, and the order of coming where that is equal.
 _Entry = tuple[float, int, Sequence]
+
+
+class RoomNow(NamedTuple):
+    """What there is in a step: blocks that nobody holds, and the names of those that are cached."""
+
+    step: int
+    num_available: int
+    cached: KeysView[BlockHash]
+
+
+class _Blocked(NamedTuple):
+    """With how much room, until when, and after how many comings and goings nobody fits, of all or of the first; and for which blocks they wait."""
+
+    num_available: int
+    until_step: int
+    num_changes: int
+    is_bound: bool
+    awaited: frozenset[BlockHash]
 
 
 @dataclass(slots=True)
@@ -36,9 +56,9 @@ class _Class:
     arrived: list[_Entry] = field(default_factory=list)
     # Those that did not fit when they were looked at last; None: there was no seat, for whoever's turn it is.
     refused: list[Sequence] | None = field(default_factory=list)
-    # Comings and goings; and with how much room, until when, and after how many of those nobody fits, of all or of the first.
+    # Comings and goings.
     num_changes: int = 0
-    blocked: tuple[int, int, int, bool] | None = None
+    blocked: _Blocked | None = None
 
 
 class WaitingQueue:
@@ -196,19 +216,26 @@ class WaitingQueue:
         """There is no seat for anybody."""
         self._classes[priority].refused = None
 
-    def note_blocked(self, priority: Priority, num_available: int, step: int, *, is_bound: bool) -> None:
-        """Nobody of those that were looked at fitted into so many blocks; all were, unless they were bound to their turn."""
+    def note_blocked(self, priority: Priority, room: RoomNow, *, is_bound: bool) -> None:
+        """Nobody of those that were looked at fitted; all were, unless they were bound to their turn."""
         each = self._classes[priority]
-        each.blocked = num_available, step + RETRY_STEPS, each.num_changes, is_bound
+        names = (sequence.awaited_hash for sequence in each.refused or ())
+        awaited = frozenset(name for name in names if name is not None and name not in room.cached)
+        until_step = room.step + RETRY_STEPS
+        each.blocked = _Blocked(room.num_available, until_step, each.num_changes, is_bound, awaited)
 
-    def is_blocked(self, priority: Priority, num_available: int, step: int, *, is_bound: bool) -> bool:
-        """Whether that is still so: not once more is free, after a while, or when somebody has come."""
+    def is_blocked(self, priority: Priority, room: RoomNow, *, is_bound: bool) -> bool:
+        """Whether that is still so: not once more is free or cached, after a while, or when somebody has come."""
         each = self._classes[priority]
-        if each.blocked is None:
-            return False
-        num_then, until_step, num_changes, was_bound = each.blocked
-        is_same = num_available <= num_then and step < until_step and num_changes == each.num_changes
-        return is_same and was_bound <= is_bound
+        then = each.blocked
+        return (
+            then is not None
+            and room.num_available <= then.num_available
+            and room.step < then.until_step
+            and each.num_changes == then.num_changes
+            and then.is_bound <= is_bound
+            and room.cached.isdisjoint(then.awaited)
+        )
 
     # -- how it is done
 

@@ -40,7 +40,7 @@ def load_config(cls: type[C], argv: Sequence[str], *, prog: str, section: str, a
     try:
         from_file = read_section(cls, Path(config_file), section) if config_file else {}
         settings = {**from_file, **given}
-        _require_finite(settings)
+        require_finite(settings)
         return cls(**settings)
     except ConfigError as error:
         parser.error(str(error))
@@ -114,7 +114,7 @@ def _checked(field: "dataclasses.Field[Any]", kind: type, value: object, what: s
     return value
 
 
-def _require_finite(settings: dict[str, Any]) -> None:
+def require_finite(settings: dict[str, Any]) -> None:
     """Python reads "nan" and "inf" as numbers, and no comparison with them refuses what it should."""
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):

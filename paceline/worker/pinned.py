@@ -114,7 +114,7 @@ async def _until_computed(events: EventQueue) -> None:
 def _parse(file: str, number: int, line: str) -> Prefix:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         entry = None
     token_ids = entry.get("token_ids") if isinstance(entry, dict) and len(entry) == 1 else None
     # Not isinstance: a bool is an int to Python, and a mistake to us.

@@ -134,6 +134,14 @@ def test_nothing_is_computed_for_a_client_that_waits_no_longer() -> None:
         assert len(late) + len(result.finished) == 13
 
 
+def test_a_hand_over_does_not_give_a_client_more_time() -> None:
+    """The decode worker has what is left of it: the request fails a step after its time is over, wherever it is by then."""
+    trace = Trace("one", (TraceRequest(0.0, 100, 400, time_budget_s=0.5),))
+    (record,) = run("1P1D", trace, disaggregate="always").requests
+    assert (record.mode, record.reason) == ("failed", "DEADLINE_EXCEEDED")
+    assert 0.4 < record.token_times_s[-1] < 0.5 + 0.01
+
+
 def test_impossible_clusters_are_refused() -> None:
     """A setting that the scheduler does not have, a tier that is not there, a cache without room."""
     with pytest.raises(ConfigError, match="no setting 'gears'"):

@@ -55,6 +55,9 @@ def test_a_model_round_trips_through_its_file(tmp_path: Path) -> None:
         '{"name": "x", "base_s": -1, "decode_s": 1, "chunk_token_s": 1}',
         '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1, "noise": [1, 0]}',
         '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1, "noise": 2}',
+        '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1, "kv_bytes_per_token": 0.5}',
+        '{"name": "x", "base_s": 1, "decode_s": 1, "chunk_token_s": 1' + "0" * 400 + "}",
+        '{"name":' * 100_000,
     ],
 )
 def test_a_file_that_is_no_cost_model_is_refused(text: str, tmp_path: Path) -> None:

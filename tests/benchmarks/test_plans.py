@@ -118,6 +118,13 @@ def test_the_command_sweeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--topology", "2P"], "not of the form xPyD"),
         (["--kv-memory", "1GiB"], "does not say how large a token is"),
         (["--block-size", "0"], "too few"),
+        (["--kv-tokens", "1000000000000"], "too many"),
+        (["--set", "aging_s=nan"], "--aging-s must be a number, not nan"),
+        (["--set", "watermark_rise=inf"], "--watermark-rise must be a number, not inf"),
+        (["--set", "watermark_rise=-1"], "watermark_rise must be at least 0"),
+        (["--set", "num_swap_blocks=-1"], "num_swap_blocks must be at least 0"),
+        (["--max-requests", "-1"], "--max-requests"),
+        (["--set", "cool_down_window=1" + "0" * 20], "cool_down_window must be at most"),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(
@@ -130,6 +137,28 @@ def test_what_cannot_be_simulated_is_one_line(
     error = capsys.readouterr().err
     assert problem in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--slo ttft=1s,itl=1s --search --max-workers 0", "--max-workers 0 is too few"),
+        (
+            "--slo ttft=1s,itl=1s --search --max-workers 1 --disaggregate always",
+            "--max-workers 1 is too few",
+        ),
+        ("--decisions no/such/directory/d.txt", "--decisions no/such/directory/d.txt: "),
+        (f"--plot {__file__}/curves", "--plot "),
+    ],
+)
+def test_what_turns_out_on_the_way_is_one_line_too(
+    flags: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever was said before it, the last word is what is wrong."""
+    with pytest.raises(SystemExit) as raised:
+        main(["--trace", SMALL, *flags.split()])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"./run simulate: error: {problem}")
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

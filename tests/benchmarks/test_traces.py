@@ -57,6 +57,8 @@ def test_what_is_shared_has_the_same_tokens() -> None:
     alone = [prompt_ids(TraceRequest(0.0, 50, 1, (PrefixPart("system", 20),)), number) for number in (0, 1)]
     assert alone[0][:20] == alone[1][:20]
     assert not set(alone[0][20:]) & set(alone[1][20:])
+    odd = TraceRequest(0.0, 20, 1, (PrefixPart("half of a character \ud800", 20),))
+    assert prompt_ids(odd, 0) == prompt_ids(odd, 1)
 
 
 def test_tokens_are_within_a_vocabulary() -> None:
@@ -75,6 +77,10 @@ def test_tokens_are_within_a_vocabulary() -> None:
         ('{"arrival_s": 0, "prompt_tokens": true, "output_tokens": 1}', "line 1: prompt_tokens must be"),
         ('{"arrival_s": -1, "prompt_tokens": 3, "output_tokens": 1}', "line 1: arrival_s must be"),
         ('{"arrival_s": NaN, "prompt_tokens": 3, "output_tokens": 1}', "line 1: arrival_s must be"),
+        ('{"arrival_s": 1' + "0" * 400 + ', "prompt_tokens": 3, "output_tokens": 1}', "arrival_s must be"),
+        ('{"arrival_s": 1e300, "prompt_tokens": 3, "output_tokens": 1}', "line 1: arrival_s must be"),
+        ('{"arrival_s": 0, "prompt_tokens": 1000000000000, "output_tokens": 1}', "prompt_tokens must be"),
+        ('{"arrival_s":' * 100_000, "line 1: not JSON"),
         (
             '{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 1, "x": 1}',
             "line 1: there is no column 'x'",
@@ -95,6 +101,7 @@ def test_tokens_are_within_a_vocabulary() -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "line 1: no request follows"),
         (AZURE + "2023-11-16 18:16:00,12\n", "line 4: GeneratedTokens must be"),
         (AZURE + "yesterday,12,3\n", "line 4: TIMESTAMP 'yesterday'"),
+        (AZURE + "x" * 200_000 + ",12,3\n", "line 4: not CSV"),
         (AZURE + "2022-11-16 18:16:00,12,3\n", "line 4: its TIMESTAMP is before"),
         (
             MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 0}',
@@ -141,7 +148,18 @@ def test_a_chat_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["chat:rate=0", "chat:color=3", "gamma:rate=fast", "no/such/file", "poisson:system=-1"]
+    "name",
+    [
+        "chat:rate=0",
+        "chat:color=3",
+        "gamma:rate=fast",
+        "no/such/file",
+        "poisson:system=-1",
+        "poisson:requests=1000000000000",
+        "chat:prompt=1" + "0" * 400,
+        "poisson:rate=1e-300",
+        "gamma:rate=1e-320",
+    ],
 )
 def test_a_trace_that_is_not_there_is_refused(name: str) -> None:
     """Neither a wrong setting nor a wrong name is taken for anything else."""

@@ -87,6 +87,25 @@ def test_pins_without_tokens_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--max-pins", "0"], "--max-pins"),
+        (["--pinned", "no/such/directory/pinned.jsonl"], "--pinned no/such"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    flags: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with status 2 and says what is wrong."""
+    with pytest.raises(SystemExit) as raised:
+        main(["--trace", write_own(tmp_path / "t.jsonl", 6, 4), *flags])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert error.count("\n") == 1
+
+
 def test_settings_are_proposed_for_a_promise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Budget and block size for the topology that was given; without a promise there is no proposal."""
     file, trace = tmp_path / "n.json", "poisson:requests=20,rate=5,prompt=50,output=6"

@@ -110,16 +110,22 @@ def test_one_that_lost_its_blocks_bars_its_own_lane_only() -> None:
 # -- looking again
 
 
-def test_one_that_does_not_fit_is_asked_again_though_nothing_came_free() -> None:
-    """The room that it needs has become less: another one has computed its prefix. Within 16 steps that is found out."""
+@pytest.mark.parametrize("num_others", [0, 40])
+def test_one_that_does_not_fit_comes_in_with_the_prefix_that_another_one_has_computed(
+    num_others: int,
+) -> None:
+    """The room that it needs has become less, though nothing came free: it has its turn at once, however many do not fit beside it."""
     bench = _bench(16, max_num_batched_tokens=16, fast_lane_output_tokens=12)
     first = bench.add(_make("first", 1, 40, 23))
     bench.step()
-    second = bench.add(make_spec("second", (1,) * 40 + (2,), max_tokens=1))
-    bench.steps(3)
-    assert bench.tokens(first)
+    for number in range(num_others // 2):
+        bench.add(make_spec(f"before{number}", (2, number) * 20, max_tokens=1))
+    second = bench.add(make_spec("second", (1,) * 40 + (3,), max_tokens=1))
+    for number in range(num_others // 2):
+        bench.add(make_spec(f"behind{number}", (4, number) * 20, max_tokens=1))
+    bench.step()
     assert not bench.tokens(second)
-    bench.steps(16 - 2)
+    bench.steps(4)
     assert not bench.end(first)
     assert bench.tokens(second)
 

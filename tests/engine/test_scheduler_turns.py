@@ -391,13 +391,14 @@ def test_many_mixes_of_tenants_are_served_evenly_and_without_a_stall(seed: int) 
     assert max(max(leads) - min(leads) for leads in mix.leads.values()) <= mix.bound
 
 
-def test_a_large_prompt_is_not_starved_while_leases_come_and_go() -> None:
-    """On a prefill worker nothing is computed between two prompts; what leases hold comes back soon, and then the large one comes in."""
+@pytest.mark.parametrize("priority", [Priority.STANDARD, Priority.REALTIME])
+def test_a_large_prompt_is_not_starved_while_leases_come_and_go(priority: Priority) -> None:
+    """On a prefill worker nothing is computed between two prompts; what leases hold comes back soon, and then the large one comes in, however urgent the small ones are."""
     bench = Bench(16, fast_lane_share=NO_LANE, max_num_batched_tokens=64, max_overtakes=3, aging_s=1.0)
     leases = deque[SequenceId]()
     large = make_spec("large", (2,) * 40, max_tokens=1, tenant="large", tenant_weight=3)
     for step in range(400):
-        small = make_spec(f"small{step}", (3, step) * 5, max_tokens=1, tenant="small")
+        small = make_spec(f"small{step}", (3, step) * 5, max_tokens=1, tenant="small", priority=priority)
         leases.append(bench.add(small, SequenceRole.PREFILL_ONLY))
         if step == 10:
             bench.add(large, SequenceRole.PREFILL_ONLY)

@@ -63,6 +63,7 @@ def test_a_file_is_read_line_by_line(tmp_path: Path) -> None:
         '{"token_ids": [1], "text": "hello"}',
         '{"tokens": [1]}',
         '{"token_ids": [1',
+        '{"token_ids": ' * 100_000,
     ],
 )
 def test_a_line_that_is_no_prefix_is_refused_by_number(tmp_path: Path, line: str) -> None:

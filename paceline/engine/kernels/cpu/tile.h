@@ -177,22 +177,17 @@ class Tile {
         return shape_.is_bf16 ? from_bf16(static_cast<const uint16_t*>(from)[at]) : static_cast<const float*>(from)[at];
     }
 
-    bool is_seen(int64_t position, int64_t token) const {
-        if (token > position) return false;
-        return !shape_.window || token > position - shape_.window || token < shape_.num_sink_tokens;
-    }
-
     // Where the keys and values of a split are that any row sees, as floats; gives how many places there are, holes included. Places are
     // counted from the split's beginning, in whole vectors, so that a token is in the same lane whatever else the tile sees.
     int gather(int64_t begin, int64_t end) {
         const int64_t stop = std::min(end, position_ + num_queries_);
         const int64_t first = shape_.window ? std::max<int64_t>(0, position_ - shape_.window + 1) : 0;
         const int64_t skipped = begin < shape_.num_sink_tokens ? 0 : std::max<int64_t>(0, first - begin) / LANES * LANES;
-        base_ = begin + skipped, has_holes_ = false;
+        base_ = begin + skipped;
         int count = 0;
         for (int64_t token = base_; token < stop; ++token, ++count) {
             if (token < first && token >= shape_.num_sink_tokens) {
-                place_nothing(count), has_holes_ = true;
+                place_nothing(count);
                 continue;
             }
             const int64_t block = table_[token / shape_.block_size], slot = token % shape_.block_size;
@@ -246,14 +241,10 @@ class Tile {
     // Scores become weights.
     void soften(int row, int num_tokens, Partial& out) {
         float* scores = scores_.data() + size_t(row) * kSplit;
-        const int64_t position = position_ + row / group_;
         if (shape_.softcap > 0)
             for (int t = 0; t < num_tokens; ++t) scores[t] = shape_.softcap * std::tanh(scores[t] / shape_.softcap);
-        // A tile has what one of its rows sees; a single row sees it all, but for holes.
-        if (num_queries_ > 1 || has_holes_)
-            for (int t = 0; t < num_tokens; ++t) scores[t] = is_seen(position, base_ + t) ? scores[t] : kNone;
+        hide(position_ + row / group_, num_tokens, scores);
         const int whole = whole_vectors(num_tokens);
-        std::fill(scores + num_tokens, scores + whole, kNone);
         const float largest = out.largest[row] = largest_of(scores, whole);
         Vec total = {};
         for (int t = 0; t < whole; t += LANES) {
@@ -262,6 +253,17 @@ class Tile {
             total += weight;
         }
         out.total[row] = sum(total);
+    }
+
+    // A tile has what one of its rows sees. Of that the token at `position` does not see what comes after it, nor what lies between the sinks
+    // and its window.
+    void hide(int64_t position, int num_tokens, float* scores) const {
+        const int64_t end = std::clamp<int64_t>(position + 1 - base_, 0, num_tokens);
+        std::fill(scores + end, scores + whole_vectors(num_tokens), kNone);
+        if (!shape_.window) return;
+        const int64_t sinks = std::max<int64_t>(shape_.num_sink_tokens - base_, 0);
+        const int64_t first = std::min(position - shape_.window + 1 - base_, end);
+        if (first > sinks) std::fill(scores + sinks, scores + first, kNone);
     }
 
     // Of whole vectors; what is no number stays one.
@@ -287,7 +289,6 @@ class Tile {
     const bool as_halves_;  // bfloat16 is multiplied as it is, not as floats
     int num_queries_ = 0;
     int64_t kv_head_ = 0, position_ = 0, base_ = 0;
-    bool has_holes_ = false;
     const int64_t* table_ = nullptr;
     std::vector<float> queries_, scores_, keys_, values_, nothing_;
     HalfProducts halves_;

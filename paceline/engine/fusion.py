@@ -1,0 +1,80 @@
+"""Prepares a model for this processor when it is loaded: weights lie as oneDNN's matrix product reads them.
+
+Left alone, torch has oneDNN lay a bfloat16 weight out anew in each call, which for few rows takes as long as the product, and gives
+float32 to another library. The modules stay transformers' own, but for the linear layers in them.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.runtime.log import get_logger
+
+# How many rows the layout is chosen for. Measured with 1 to 512: it makes no difference.
+_NUM_ROWS = 32
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+log = get_logger()
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` with its weight in oneDNN's own layout; what it gives is the same up to rounding."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        # No parameter: nobody but oneDNN can read it.
+        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - torch's own way in when it compiles a model
+            linear.weight.detach(), _NUM_ROWS
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], laid out anew for whoever looks at it, which some modules do for its dtype."""
+        return self._packed.to_dense()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """`rows` [..., in_features]; gives [..., out_features]."""
+        product = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")  # noqa: SLF001 - the same
+        return cast("Tensor", product)
+
+
+@torch.inference_mode()
+def pack_linears(model: PreTrainedModel) -> int:
+    """Replaces the linear layers that can be packed, and whose packed form gives the same; gives how many."""
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_plain(child) and (packed := _packed(cast("nn.Linear", child))) is not None:
+                setattr(parent, name, packed)
+                num_packed += 1
+    # The rest is copied: it lies in a mapping of the file, which holds what is packed too for as long as anything of it is used.
+    for parameter in model.parameters() if num_packed else ():
+        parameter.data = parameter.data.clone()
+    log.info("weights_packed", num_layers=num_packed)
+    return num_packed
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is a linear layer and nothing more, such as one that others have hooked into."""
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - there is no other way to ask
+    return type(module) is nn.Linear and module.weight.device.type == "cpu" and not has_hooks
+
+
+def _packed(linear: nn.Linear) -> PackedLinear | None:
+    dtype = linear.weight.dtype
+    if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # it has no annotations
+        return None
+    # Of each row a unit in another place: it gives columns of the weight.
+    rows = torch.zeros(2, linear.in_features, dtype=dtype)
+    rows[0, 0] = rows[1, -1] = 1
+    try:
+        packed = PackedLinear(linear)
+        found = packed(rows)
+    except (AttributeError, RuntimeError):
+        # Another build of torch, or a processor that oneDNN knows no such product for.
+        return None
+    is_same = torch.allclose(found, linear(rows), rtol=_TOLERANCE[dtype], atol=_TOLERANCE[dtype])
+    return packed if is_same else None
