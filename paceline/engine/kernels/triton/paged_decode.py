@@ -22,7 +22,6 @@ from paceline.engine.kernels.triton.tile_sizes import SPLIT_TOKENS, decode_tile
 from paceline.engine.kernels.triton.tiles import (
     attend_tiles,
     larger_of,
-    load_queries,
     seen_units,
     unit_at,
     with_sink,
@@ -137,20 +136,17 @@ def attend_split(
     is_row = of_group < group
     heads = kv_head * group + of_group
     rows_at = query + token * query_token_stride + heads * query_head_stride
-    q_head = load_queries(rows_at, is_row, head_dim, head_width)
-    q_tail = q_head
-    if tail_dim > 0:
-        q_tail = load_queries(rows_at + head_dim, is_row, tail_dim, tail_width)
     most, total, row_sums = attend_tiles(
-        q_head,
-        q_tail,
+        rows_at,
+        is_row,
         tl.full([rows], 0, tl.int32) + context - 1,
-        keys + kv_head * key_vector,
-        tails + kv_head * tail_vector,
-        values + kv_head * value_vector,
-        key_scales if kv_dtype == "plain" else key_scales + kv_head,
-        tail_scales if kv_dtype == "plain" else tail_scales + kv_head,
-        value_scales if kv_dtype == "plain" else value_scales + kv_head,
+        kv_head,
+        keys,
+        tails,
+        values,
+        key_scales,
+        tail_scales,
+        value_scales,
         table,
         begin // tile_tokens,
         0,

@@ -18,7 +18,7 @@ from paceline.engine.kernels.triton.attention_arguments import (
 from paceline.engine.kernels.triton.launch import Launch
 from paceline.engine.kernels.triton.layer_views import LayerViews
 from paceline.engine.kernels.triton.tile_sizes import prefill_tile
-from paceline.engine.kernels.triton.tiles import attend_tiles, load_queries, seen_units, with_sink
+from paceline.engine.kernels.triton.tiles import attend_tiles, seen_units, with_sink
 
 
 def paged_prefill(query: Tensor, views: LayerViews, batch: RaggedBatch, rules: AttentionRules) -> Tensor:
@@ -113,20 +113,17 @@ def attend_chunk(
     is_row = (row < tokens_a_tile * heads_a_tile) & (tokens < num_tokens) & (of_group < group)
     heads = kv_head * group + of_group
     rows_at = query + (first + tokens) * query_token_stride + heads * query_head_stride
-    q_head = load_queries(rows_at, is_row, head_dim, head_width)
-    q_tail = q_head
-    if tail_dim > 0:
-        q_tail = load_queries(rows_at + head_dim, is_row, tail_dim, tail_width)
     most, total, sums = attend_tiles(
-        q_head,
-        q_tail,
+        rows_at,
+        is_row,
         start + tokens,
-        keys + kv_head * key_vector,
-        tails + kv_head * tail_vector,
-        values + kv_head * value_vector,
-        key_scales if kv_dtype == "plain" else key_scales + kv_head,
-        tail_scales if kv_dtype == "plain" else tail_scales + kv_head,
-        value_scales if kv_dtype == "plain" else value_scales + kv_head,
+        kv_head,
+        keys,
+        tails,
+        values,
+        key_scales,
+        tail_scales,
+        value_scales,
         table,
         first_tile,
         num_sink_tiles,

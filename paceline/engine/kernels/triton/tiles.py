@@ -113,9 +113,10 @@ def with_sink(largest, total, sink):
 
 @triton.jit
 def attend_tiles(
-    q_head,
-    q_tail,
+    rows_at,
+    is_row,
     positions,
+    kv_head,
     keys,
     tails,
     values,
@@ -150,11 +151,22 @@ def attend_tiles(
     rows: tl.constexpr,
     tile_tokens: tl.constexpr,
 ):
-    """Rows [rows] at `positions` against the tiles of one KV head; pointers are that head's.
+    """Queries [rows] in memory, of tokens at `positions`, against the tiles of one KV head.
 
     Gives of each row the largest score, the sum of the weights and the weighted values [rows, value_width], in powers of two.
     """
+    q_head = load_queries(rows_at, is_row, head_dim, head_width)
+    q_tail = q_head
+    if tail_dim > 0:
+        q_tail = load_queries(rows_at + head_dim, is_row, tail_dim, tail_width)
     dtype: tl.constexpr = q_head.dtype
+    keys += kv_head * key_vector
+    tails += kv_head * tail_vector
+    values += kv_head * value_vector
+    if kv_dtype != "plain":
+        key_scales += kv_head
+        tail_scales += kv_head
+        value_scales += kv_head
     largest = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, value_width], tl.float32)

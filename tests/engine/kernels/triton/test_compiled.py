@@ -110,8 +110,9 @@ def attention_launches(
     dim = layer.key_dim + (layer.value_dim if layer.is_latent else 0)
     query = torch.zeros(9, layer.num_kv_heads * group, dim, dtype=dtype)
     rules = AttentionRules(0.125, layer.view, softcap, torch.zeros(query.shape[1]) if with_sinks else None)
-    views, table = views_of(layer, kv_dtype, dtype), (torch.tensor([1]),)
-    tables = StepTables.of([QueryRange(0, 1, 9, table), QueryRange(1, 9, 9, table)], 0, "cpu")
+    views, table = views_of(layer, kv_dtype, dtype), (torch.ones(44, dtype=torch.int64),)
+    # Long enough for several splits: a number that is 1 would be a constant to the compiler.
+    tables = StepTables.of([QueryRange(0, 1, 700, table), QueryRange(1, 9, 700, table)], 0, "cpu")
     return [*plan_attention(empty_answer(query, views), query, views, tables, rules)]
 
 
