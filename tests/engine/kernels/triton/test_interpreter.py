@@ -27,7 +27,9 @@ def run_interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
+# Half a minute of a core that is its own; beside other work it is one test's time for many tests.
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 def test_kernels_equal_their_plain_forms_in_the_interpreter() -> None:
     """A small grid of each."""
     done = run_interpreted("-m", "not slow")
