@@ -14,13 +14,14 @@ from typing import Self
 
 from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher.commands import redis_command, router_command, worker_command
-from paceline.launcher.config import UpConfig, require_free_sections
+from paceline.launcher.config import UpConfig, require_free_sections, usable_cores
 from paceline.launcher.layout import Layout, metrics_ports, router_ports
 from paceline.launcher.private_dir import private_dir
 from paceline.launcher.probes import answering, require_redis, serving
 from paceline.launcher.process import ProcessSpec
 from paceline.launcher.supervisor import RestartPolicy, Say, Supervisor
 from paceline.runtime.channels import Channels
+from paceline.runtime.cores import create_cores_file
 from paceline.runtime.membership import Membership, read_token
 from paceline.runtime.memory import free_memory_bytes
 from paceline.runtime.processor import resolve_dtype
@@ -28,6 +29,9 @@ from paceline.runtime.processor import resolve_dtype
 # A unix socket's path may have 107 bytes; a deep TMPDIR leaves too few for ours.
 _MAX_TEMP_PATH = 70
 _SECRET_BYTES = 32
+# Turns in which a thread waits for the next piece of a step before it sleeps; some tens of microseconds. By itself it would
+# go on for milliseconds, on a core that others have meanwhile.
+_SPIN_COUNT = "10000"
 
 
 # --- what to start: decided here, done by the supervisor ----------------------------------------------------
@@ -44,7 +48,7 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
             worker,
             worker_command(layout, worker),
             serving(layout.worker_address(worker)),
-            env={"OMP_NUM_THREADS": threads},
+            env={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": _SPIN_COUNT},
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
@@ -118,6 +122,7 @@ class LocalCluster:
             self._layout.redis_file.write_text(self._layout.redis_url, encoding="utf-8")
             _write_secret(self._layout.token_file, secrets.token_hex(_SECRET_BYTES))
             _write_secret(self._layout.salt_file, secrets.token_hex(_SECRET_BYTES))
+            create_cores_file(self._layout.cores_file, usable_cores())
             await self._start_stages(self._layout)
         except BaseException:
             await self.stop()

@@ -49,11 +49,20 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         *("--threads", str(config.threads_per_worker)),
+        *_cores(layout, worker),
         *("--metrics-port", str(layout.metrics_port(worker))),
         *("--max-model-len", str(config.max_model_len), "--kv-memory", f"{layout.kv_bytes}B"),
         *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
         *(("--register",) if config.discovery == "redis" else ()),
     )
+
+
+def _cores(layout: Layout, worker: str) -> tuple[str, ...]:
+    """Which ones are a worker's own."""
+    if not layout.config.lends_cores:
+        return ()
+    first = (*layout.prefill, *layout.decode).index(worker) * layout.config.threads_per_worker
+    return ("--cores-file", str(layout.cores_file), "--first-core", str(first))
 
 
 def router_command(layout: Layout, router: str) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ _DECIDED_HERE = frozenset(
         "kv_memory",
         "runner",
         "threads",
+        "cores_file",
+        "first_core",
         "redis",
         "prefill",
         "decode",
@@ -191,6 +193,9 @@ class UpConfig:
     )
     runner: str = option("torch", "the model runner; fake needs no model weights", choices=("torch", "fake"))
     threads: int = option(0, "compute threads of each worker; 0 shares the cores out")
+    lend_cores: bool = option(
+        default=True, text="workers compute on each other's cores while those have nothing to do"
+    )
     log_dir: str | None = option(
         None, "keep the processes' logs here; without it they go when the cluster goes"
     )
@@ -247,6 +252,12 @@ class UpConfig:
     def threads_per_worker(self) -> int:
         """Every core has one owner: two workers that share one slow each other down several times over."""
         return self.threads or max(1, usable_cores() // self.shape.num_workers)
+
+    @property
+    def lends_cores(self) -> bool:
+        """Where each has cores of its own, and nothing depends on the number of threads."""
+        is_shared_out = not self.threads and 1 < self.shape.num_workers <= usable_cores()
+        return self.lend_cores and is_shared_out and self.runner == "torch" and self.exactness == "fast"
 
     def kv_bytes_per_worker(self, free_bytes: int, weights_bytes: int) -> int:
         """Equal shares of the cluster's one budget, where `free_bytes` are free before anything is started.

@@ -59,6 +59,11 @@ class Layout:
         return Path(self.config.log_dir) if self.config.log_dir else self.run_dir / "logs"
 
     @property
+    def cores_file(self) -> Path:
+        """By which workers lend each other cores."""
+        return self.run_dir / "cores"
+
+    @property
     def salt_file(self) -> Path:
         """A secret that the routers have in common."""
         return self.run_dir / "cache.salt"

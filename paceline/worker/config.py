@@ -55,6 +55,11 @@ class WorkerConfig(ClusterSettings):
         default=False, text="say in --redis where this worker is, for routers that look there"
     )
     threads: int = option(0, "compute threads; 0: torch's own choice")
+    cores_file: str = option(
+        "",
+        "file by which workers of a machine lend each other cores that nobody computes on; empty: none are lent",
+    )
+    first_core: int = option(0, "with --cores-file: the first of this worker's --threads cores in it")
     max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
     kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
     num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")
@@ -138,6 +143,17 @@ class WorkerConfig(ClusterSettings):
         if not self.model:
             raise ConfigError("--model is missing: name the directory of a model")
         self._check_scheduling()
+        self._check_cores()
+
+    def _check_cores(self) -> None:
+        if not self.cores_file:
+            return
+        if self.threads < 1 or self.first_core < 0:
+            raise ConfigError(
+                "--cores-file needs --threads, the number of this worker's own cores, and --first-core"
+            )
+        if self.exactness == "exact":
+            raise ConfigError("--cores-file is for fast mode: exact mode keeps to one number of threads")
 
     def _check_registration(self) -> None:
         if self.register and not self.redis:

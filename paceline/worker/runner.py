@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,13 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout, min_blocks
 from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
+from paceline.runtime.cores import Cores
 from paceline.runtime.log import get_logger
 from paceline.runtime.memory import free_memory_bytes
 from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
+from paceline.worker.lent_cores import LentCoresRunner
 
 if TYPE_CHECKING:
     from paceline.engine.model_loader import LoadedModel
@@ -79,13 +82,20 @@ def _load_torch(config: WorkerConfig) -> LoadedRunner:
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
     log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count(), dtype=dtype)
     return LoadedRunner(
-        runner=runner,
+        runner=_on_lent_cores(config, runner, torch.set_num_threads),
         fingerprint=fingerprint,
         layout=loaded.layout,
         capacity=capacity,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
+
+
+def _on_lent_cores(config: WorkerConfig, runner: Runner, set_threads: Callable[[int], None]) -> Runner:
+    if not config.cores_file:
+        return runner
+    own = range(config.first_core, config.first_core + config.threads)
+    return LentCoresRunner(runner, Cores(Path(config.cores_file), own), set_threads)
 
 
 def _load_checked(config: WorkerConfig, dtype: str) -> "LoadedModel":

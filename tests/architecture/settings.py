@@ -4,8 +4,10 @@ import dataclasses
 
 
 def flags_of(config: type) -> set[str]:
-    """The flag of every setting."""
-    return set(defaults_of(config))
+    """The flag of every setting, and of those that are on or off the one that switches them off."""
+    shown = defaults_of(config)
+    switches = {flag for flag, default in shown.items() if default in {"True", "False"}}
+    return set(shown) | {flag.replace("--", "--no-", 1) for flag in switches}
 
 
 def defaults_of(config: type) -> dict[str, str]:

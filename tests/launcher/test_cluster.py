@@ -12,6 +12,7 @@ import pytest
 import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
+from paceline.launcher import config as launcher_config
 from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.commands import router_command, worker_command
 from paceline.launcher.config import UpConfig
@@ -69,6 +70,15 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--cluster-token-file": "/r/cluster.token",
         "--metrics-port": "-1",
     }
+
+
+def test_workers_are_told_which_cores_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, none twice, and one file for all."""
+    monkeypatch.setattr(launcher_config, "usable_cores", lambda: 7)
+    layout = _layout(UpConfig(topology="1P2D"))
+    flags = [_flags(worker_command(layout, worker)) for worker in ("prefill-0", "decode-0", "decode-1")]
+    assert [each["--first-core"] for each in flags] == ["0", "2", "4"]
+    assert {(each["--threads"], each["--cores-file"]) for each in flags} == {("2", "/r/cores")}
 
 
 def test_the_router_is_told_of_every_worker() -> None:

@@ -1,6 +1,7 @@
 """The flags of `./run up`."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,27 @@ def test_cores_are_shared_out(
     """Without --threads the workers get equal shares of the cores, and at least one each."""
     monkeypatch.setattr(launcher_config, "usable_cores", lambda: cores)
     assert UpConfig(topology=topology, threads=threads).threads_per_worker == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "expected"),
+    [
+        (2, {}, True),
+        (16, {"topology": "1P3D"}, True),
+        (3, {"topology": "2P2D"}, False),
+        (2, {"topology": "0P1D"}, False),
+        (2, {"threads": 1}, False),
+        (2, {"exactness": "exact"}, False),
+        (2, {"runner": "fake"}, False),
+        (2, {"lend_cores": False}, False),
+    ],
+)
+def test_cores_are_lent_where_each_worker_has_its_own(
+    cores: int, settings: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where bits could depend on it, nor where somebody has said how many threads there are to be."""
+    monkeypatch.setattr(launcher_config, "usable_cores", lambda: cores)
+    assert UpConfig(**settings).lends_cores is expected
 
 
 @pytest.mark.parametrize(
