@@ -23,18 +23,26 @@ FOREIGN = frozenset(
         "ssl_cert_reqs",
         "ssl_check_hostname",
         "GRPC_TRACE",
+        "custom.metrics.k8s.io",
+        "registry.example",
     }
 )
 FOREIGN_FLAGS = frozenset(
     {
         "--help",
         "--index-url",
-        # docker compose
+        # docker and docker compose
+        "--build-arg",
+        "--target",
         "--detach",
         "--force-recreate",
         "--no-deps",
         "--profile",
         "--wait",
+        # kubectl
+        "--from-file",
+        "--from-literal",
+        "--raw",
     }
 )
 

@@ -170,11 +170,13 @@ class Machine:
 
 
 @asynccontextmanager
-async def running(machine: Machine, *more: str, path: str = "") -> AsyncIterator[Supervisor]:
+async def running(
+    machine: Machine, *more: str, path: str = "", redis: str = "redis"
+) -> AsyncIterator[Supervisor]:
     """Redis, routers and workers of a stack, and `more` of its services, until the end of the block."""
     (machine.directory / "logs").mkdir()
     supervisor = Supervisor(machine.directory / "logs", say=lambda _: None)
-    names = ["redis", *our_services(machine.config), *more]
+    names = [redis, *our_services(machine.config), *more]
     try:
         # All at once: no start waits for another one.
         await supervisor.start([_spec(machine, name, path) for name in names], timeout_s=PATIENCE_S)

@@ -87,6 +87,9 @@ def test_every_process_is_locked_in_and_bounded(files: tuple[str, ...]) -> None:
         assert service["restart"] == ("no" if name == "model" else "unless-stopped"), name
         assert service.get("read_only", False) == (name != "grafana"), name
         assert not service.get("privileged"), name
+        # The images of ours, and those of Prometheus and Grafana, have a user without rights by themselves.
+        others = name in {"redis", "balancer"}
+        assert service.get("user") == ("10001:10001" if others else None), name
 
 
 @each_stack
@@ -210,6 +213,33 @@ def test_each_worker_has_a_gpu_of_its_own() -> None:
         for device in service["deploy"]["resources"]["reservations"]["devices"]
     ]
     assert sorted(ids) == [["0"], ["1"], ["2"], ["3"]]
+
+
+def test_what_gpus_compile_is_kept() -> None:
+    """Triton's cache is on a volume that the worker may write, and the image has the compiler that Triton calls."""
+    config = read_stack((BASE, FLEET, GPU))
+    for name, service in our_services(config).items():
+        if name.startswith("router"):
+            continue
+        writable = [each["target"] for each in service["volumes"] if not each.get("read_only")]
+        cache = service["environment"]["TRITON_CACHE_DIR"]
+        assert any(cache.startswith(f"{target}/") for target in writable), name
+    (worker,) = re.findall(
+        r"^FROM .* AS worker$(.*)", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert re.search(r"apt-get install .* g\+\+", worker)
+
+
+def test_a_change_of_code_builds_a_small_layer() -> None:
+    """In the images our code comes after all packages, and those are installed from files that rarely change."""
+    dockerfile = (COMPOSE / "Dockerfile").read_text()
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM|\Z)", dockerfile, re.MULTILINE | re.DOTALL))
+    assert re.findall(r"^COPY (.*)$", stages["skeleton"], re.MULTILINE) == [
+        "pyproject.toml constraints.txt LICENSE ./"
+    ]
+    for image in ("router", "worker"):
+        copied = re.findall(r"^COPY --from=(\S+)", stages[image], re.MULTILINE)
+        assert copied == [f"{image}-packages", "code"]
 
 
 def test_the_gpu_file_does_not_pretend() -> None:

@@ -53,7 +53,12 @@ async def metrics_of(machine: Machine) -> dict[str, str]:
         for (alias,) in [place["names"]]
         for name in called(machine.config, "prometheus", alias)
     ]
-    return {name: await asyncio.to_thread(_get, url) for name, url in places}
+    return {name: await page_of(url) for name, url in places}
+
+
+async def page_of(url: str) -> str:
+    """What Prometheus would read there."""
+    return await asyncio.to_thread(_get, url)
 
 
 def _get(url: str) -> str:

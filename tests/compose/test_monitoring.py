@@ -4,9 +4,12 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
@@ -17,6 +20,8 @@ from tests.compose.files import COMPOSE
 
 # Prometheus adds these to what it reads.
 ADDED_LABELS = {"instance", "job"}
+# Grafana puts a time in here before Prometheus sees it.
+GRAFANAS_OWN = re.compile(r"\$__\w+")
 _METRIC = re.compile(r"paceline_\w+")
 _SELECTOR = re.compile(r"(paceline_\w+|up)\{([^}]*)\}")
 _GROUPED = re.compile(r"\bby \(([^)]*)\)")
@@ -79,6 +84,21 @@ def test_what_is_asked_for_is_exported(expression: str) -> None:
     assert complaints(expression) == []
 
 
+@pytest.mark.parametrize("expression", expressions())
+def test_prometheus_would_parse_what_is_asked(expression: str) -> None:
+    """A real parser of its language takes each, and knows what to make of each part of it."""
+    promql_parser.parse(GRAFANAS_OWN.sub("5m", expression))
+
+
+@pytest.mark.parametrize(
+    "expression", ["sum(rate(paceline_workers[5m])", "rate(paceline_workers)", "paceline_workers{tier=}"]
+)
+def test_what_does_not_parse_is_noticed(expression: str) -> None:
+    """The check above can fail: on brackets, on a function of a range that is given a value, on a selector."""
+    with pytest.raises(ValueError, match=r"."):
+        promql_parser.parse(expression)
+
+
 @pytest.mark.parametrize(
     ("expression", "complaint"),
     [
@@ -127,13 +147,33 @@ def test_panels_do_not_lie_on_each_other() -> None:
     assert {panel["datasource"]["uid"] for panel in panels()} == {source["uid"]}
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_prometheus_takes_the_rules() -> None:
-    """Where promtool is, it says so."""
-    done = subprocess.run(
-        ["promtool", "check", "rules", COMPOSE / "prometheus" / "rules.yaml"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+@needs_promtool
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    """Where promtool is, it says so; and one that is no rule it does not take."""
+    rules_file = COMPOSE / "prometheus" / "rules.yaml"
+    assert promtool("check", "rules", rules_file) == 0
+    broken = tmp_path / "rules.yaml"
+    broken.write_text(rules_file.read_text().replace("for: 1m", "for: 1 minute", 1))
+    assert promtool("check", "rules", broken) != 0
+
+
+@needs_promtool
+@pytest.mark.parametrize("file", ["prometheus/prometheus.yaml", "k8s/monitoring/prometheus.yaml"])
+def test_prometheus_takes_its_configuration(file: str, tmp_path: Path) -> None:
+    """Where promtool is, it takes what we give Prometheus to read; Debian's knows nothing of Kubernetes, whose part is left out for it."""
+    content = yaml.safe_load((COMPOSE / file).read_text())
+    for job in content["scrape_configs"]:
+        job.pop("kubernetes_sd_configs", None)
+    here = tmp_path / "prometheus.yaml"
+    here.write_text(yaml.safe_dump(content))
+    assert promtool("check", "config", "--syntax-only", here) == 0
+
+
+def promtool(*arguments: str | Path) -> int:
+    """Its exit status; what it says is shown where a test fails."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout + done.stderr)
+    return done.returncode
