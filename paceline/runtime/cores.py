@@ -1,11 +1,12 @@
 """Lends the cores of a machine between its workers: who computes has its own ones, and those of workers that do not compute.
 
-All workers have one file. It says of each core until when its owner needs it, and whoever computes on a core holds a lock on these
-bytes. The locks are the kernel's: they end with their process, however it ends.
+All workers have one file. It says of each core until when its owner needs it, and, at an owner's first one, how long that has computed
+in all. Whoever computes on a core holds a lock on its bytes. The locks are the kernel's: they end with their process, however it ends.
 """
 
 import fcntl
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,12 +17,16 @@ from pathlib import Path
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import ConfigError
 
-_ENTRY_BYTES = 8
+_NUMBERS_PER_CORE = 2  # the time, and seconds of computing
+_ENTRY_BYTES = 8 * _NUMBERS_PER_CORE
 # Between two steps a worker is about to compute again.
 _STAY_S = 0.01
 # Whoever borrowed a core gives it back after its step. One that is frozen does not, and then two share the core.
 _PATIENCE_S = 1.0
 _LOOK_S = 0.0005
+# So often it is looked at what others than workers take of this machine, and so much of a core they may.
+_WINDOW_S = 0.5
+_SMALL_LOAD = 0.3
 
 
 def create_cores_file(file: Path, num_cores: int) -> None:
@@ -29,12 +34,14 @@ def create_cores_file(file: Path, num_cores: int) -> None:
     file.write_bytes(bytes(_ENTRY_BYTES * num_cores))
 
 
-def num_running_threads() -> int:
-    """Threads that run on this machine or would if they could, the caller among them; 1 where nobody says."""
+def machine_busy_s() -> float:
+    """For how long all cores of this machine together have computed since it started; 0 where nobody says."""
     try:
-        return int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0])
-    except (OSError, IndexError, ValueError):
-        return 1
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+        user, nice, system, _idle, _waiting, interrupts, soft_interrupts = map(int, line.split()[1:8])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
 
 
 class Cores:
@@ -47,15 +54,21 @@ class Cores:
         *,
         clock: Clock = monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        num_running: Callable[[], int] = num_running_threads,
+        busy_s: Callable[[], float] = machine_busy_s,
+        own_busy_s: Callable[[], float] = time.process_time,
     ) -> None:
         _require_cores(file, own.stop)
         self._file = file.open("r+b", buffering=0)
         self._map = mmap(self._file.fileno(), 0)
-        self._needed_until = memoryview(self._map).cast("d")
+        self._numbers = memoryview(self._map).cast("d")
         self._own = own
-        self._others = [core for core in range(len(self._needed_until)) if core not in own]
-        self._clock, self._sleep, self._num_running = clock, sleep, num_running
+        num_cores = len(self._numbers) // _NUMBERS_PER_CORE
+        self._others = [core for core in range(num_cores) if core not in own]
+        self._clock, self._sleep = clock, sleep
+        self._busy_s, self._own_busy_s = busy_s, own_busy_s
+        self._tell_busy()
+        # When it was looked, and what others than workers had computed by then; how many cores they take.
+        self._looked_s, self._foreign_s, self._num_foreign = clock(), self._foreign(), 0.0
         # What an earlier life of this worker said.
         self._say(0.0)
 
@@ -72,18 +85,22 @@ class Cores:
             yield len(self._own) + len(borrowed)
         finally:
             self._say(self._clock() + _STAY_S)
+            self._tell_busy()
             self._unlock(held)
 
     def close(self) -> None:
         """Nobody has to wait for this worker's cores any more."""
         self._say(0.0)
-        self._needed_until.release()
+        self._numbers.release()
         self._map.close()
         self._file.close()
 
     def _say(self, until_s: float) -> None:
         for core in self._own:
-            self._needed_until[core] = until_s
+            self._numbers[_NUMBERS_PER_CORE * core] = until_s
+
+    def _tell_busy(self) -> None:
+        self._numbers[_NUMBERS_PER_CORE * self._own.start + 1] = self._own_busy_s()
 
     def _recovered(self) -> Iterator[int]:
         """Our own ones, as they are given back."""
@@ -95,9 +112,16 @@ class Cores:
                 yield core
 
     def _num_spare(self) -> int:
-        """Cores beyond our own on which nothing runs at this moment, workers or not: a step on one that others use waits for them everywhere."""
-        num_others = self._num_running() - 1
-        return max(0, len(self._others) - num_others)
+        """Cores beyond our own that nobody but workers needs: a step on one that others use waits for them in each of its pieces."""
+        passed_s = self._clock() - self._looked_s
+        if passed_s >= _WINDOW_S:
+            foreign_s = self._foreign()
+            self._num_foreign = (foreign_s - self._foreign_s) / passed_s
+            self._looked_s, self._foreign_s = self._clock(), foreign_s
+        return max(0, len(self._others) - math.ceil(max(0.0, self._num_foreign - _SMALL_LOAD)))
+
+    def _foreign(self) -> float:
+        return self._busy_s() - sum(self._numbers[1::_NUMBERS_PER_CORE])
 
     def _borrows(self, core: int) -> bool:
         if not self._is_idle(core) or not self._lock(core):
@@ -109,7 +133,7 @@ class Cores:
         return False
 
     def _is_idle(self, core: int) -> bool:
-        return self._needed_until[core] <= self._clock()
+        return self._numbers[_NUMBERS_PER_CORE * core] <= self._clock()
 
     def _lock(self, core: int) -> bool:
         try:

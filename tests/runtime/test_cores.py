@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import ConfigError
-from paceline.runtime.cores import Cores, create_cores_file, num_running_threads
+from paceline.runtime.cores import Cores, create_cores_file, machine_busy_s
 
 # A worker in a process of its own, since locks are a process's. Each line says what time it is; steps begin and end by turns.
 _WORKER = """
@@ -21,7 +22,7 @@ from paceline.core.clock import ManualClock
 from paceline.runtime.cores import Cores
 
 clock = ManualClock()
-cores = Cores(Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3])), clock=clock, num_running=lambda: 1)
+cores = Cores(Path(sys.argv[1]), range(int(sys.argv[2]), int(sys.argv[3])), clock=clock, busy_s=lambda: 0.0, own_busy_s=lambda: 0.0)
 
 def waits():
     line = sys.stdin.readline()
@@ -72,14 +73,19 @@ class Desk:
         self.file, self._stack = file, stack
         self.clock = ManualClock(100.0)
         self.num_looks = 0
-        # Threads of programs that are no workers.
-        self.num_others = 0
+        # What the whole machine has computed, and our worker.
+        self.busy_s = self.own_busy_s = 50.0
         self.on_look: Callable[[], None] = lambda: None
 
     def cores(self, own: range) -> Cores:
         """Ours."""
         cores = Cores(
-            self.file, own, clock=self.clock, sleep=self._sleep, num_running=lambda: 1 + self.num_others
+            self.file,
+            own,
+            clock=self.clock,
+            sleep=self._sleep,
+            busy_s=lambda: self.busy_s,
+            own_busy_s=lambda: self.own_busy_s,
         )
         self._stack.callback(cores.close)
         return cores
@@ -111,19 +117,30 @@ def test_who_computes_alone_has_all_cores(desk: Desk) -> None:
     assert desk.num_looks == 0
 
 
-@pytest.mark.parametrize(("num_others", "expected"), [(0, 4), (1, 3), (2, 2), (9, 2)])
-def test_a_core_on_which_something_else_runs_is_not_borrowed(
-    desk: Desk, num_others: int, expected: int
+@pytest.mark.parametrize(
+    ("others_s", "ours_s", "expected"), [(0.2, 0, 4), (0.2, 3.0, 4), (0.5, 3.0, 3), (1.9, 0, 2), (4, 0, 2)]
+)
+def test_a_core_that_others_than_workers_use_is_not_borrowed(
+    desk: Desk, others_s: float, ours_s: float, expected: int
 ) -> None:
-    """Whoever computes on it would wait for that everywhere; our own are ours."""
-    desk.num_others = num_others
-    with desk.cores(range(2)).taken() as num_cores:
+    """In the last second they computed for so long, and we for so long; our own cores are ours."""
+    cores = desk.cores(range(2))
+    with cores.taken() as num_cores:
+        assert num_cores == 4
+        desk.own_busy_s += ours_s
+    desk.busy_s += ours_s + others_s
+    desk.clock.advance(1)
+    with cores.taken() as num_cores:
         assert num_cores == expected
+    # And when they have stopped they are lent again.
+    desk.clock.advance(1)
+    with cores.taken() as num_cores:
+        assert num_cores == 4
 
 
-def test_what_runs_on_this_machine_is_counted() -> None:
-    """This thread at least."""
-    assert num_running_threads() >= 1
+def test_what_this_machine_has_computed_is_known() -> None:
+    """This process has, at least."""
+    assert machine_busy_s() >= time.process_time() - 0.1
 
 
 def test_an_owner_waits_for_the_step_that_its_core_was_lent_for(desk: Desk) -> None:
@@ -181,7 +198,7 @@ def test_a_step_that_fails_gives_its_cores_back(desk: Desk) -> None:
     assert other.begin() == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", bytes(8)])
+@pytest.mark.parametrize("content", [b"", b"1234567", bytes(16)])
 def test_a_file_that_is_none_of_cores_is_refused(tmp_path: Path, content: bytes) -> None:
     """Empty, cut off, or of fewer cores than ours."""
     (tmp_path / "cores").write_bytes(content)

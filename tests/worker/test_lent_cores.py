@@ -19,9 +19,7 @@ def test_each_step_has_the_threads_of_the_cores_that_it_has(tiny_tokenizer_dir: 
     file, clock = tmp_path / "cores", ManualClock(1.0)
     create_cores_file(file, 2)
     loaded = load_runner(WorkerConfig(model=str(tiny_tokenizer_dir), runner="fake", num_blocks=4))
-    ours, other = (
-        Cores(file, range(first, first + 1), clock=clock, num_running=lambda: 1) for first in (0, 1)
-    )
+    ours, other = (Cores(file, range(first, first + 1), clock=clock, busy_s=lambda: 0.0) for first in (0, 1))
     threads: list[int] = []
     runner = LentCoresRunner(loaded.runner, ours, threads.append)
     nothing = SchedulerOutput((), ())
