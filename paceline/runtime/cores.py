@@ -71,6 +71,7 @@ class Cores:
         self._looked_s, self._foreign_s, self._num_foreign = clock(), self._foreign(), 0.0
         # What an earlier life of this worker said.
         self._say(0.0)
+        self._require_locks(file)
 
     @contextmanager
     def taken(self) -> Iterator[int]:
@@ -138,9 +139,20 @@ class Cores:
     def _lock(self, core: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, _ENTRY_BYTES, _ENTRY_BYTES * core)
-        except OSError:
+        except (
+            BlockingIOError,
+            PermissionError,
+        ):  # the two ways in which a system says that another one has it
             return False
         return True
+
+    def _require_locks(self, file: Path) -> None:
+        """Some file systems of a network have none."""
+        try:
+            if self._lock(self._own.start):
+                self._unlock([self._own.start])
+        except OSError as error:
+            raise ConfigError(f"--cores-file {file} cannot be locked: {error.strerror}") from error
 
     def _unlock(self, cores: Iterable[int]) -> None:
         for core in cores:
