@@ -13,6 +13,7 @@ BENCHMARKS = {
     "scheduling": "what each policy is worth: batching, cushion, victims, lanes, and what the scheduler costs",
     "kv": "the hand-over: bytes a second by transport, beside a plain copy",
     "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
+    "quantization": "weights in 8 and 4 bits: perplexity, greedy choices, and steps beside the plain weights'",
     "router": "what the router adds to a request and to a token, and how many one process carries",
     "routing": "placement policies, simulated and on a real 2P2D: cache hits, TTFT, how evenly load is spread",
     "serve": "a whole server under load, as users see it; beside vLLM or llama.cpp if they run",

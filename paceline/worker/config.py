@@ -10,7 +10,7 @@ from paceline.runtime.addresses import require_reachable
 from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_serving
+from paceline.runtime.serving import QUANTIZATIONS, check_serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class WorkerConfig(ClusterSettings):
         "expanded",
         "what MLA models keep: expanded keys and values, or the latent that they are made from",
         choices=("expanded", "latent"),
+    )
+    quantization: str = option(
+        "none",
+        "the weights in fewer bits: w8a8, weights and activations in 8; w4a16, weights in 4",
+        choices=QUANTIZATIONS,
     )
     exactness: str = option(
         "fast",

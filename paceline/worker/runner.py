@@ -106,10 +106,11 @@ def _on_lent_cores(config: WorkerConfig, runner: Runner, set_threads: Callable[[
 
 
 def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None") -> "LoadedModel":
-    """The model, or rank 0's part of it, if it computes here what it computes by itself."""
+    """The model, or rank 0's part of it, if it computes here what it computes by itself: with all the bits of its weights, as with the KV's."""
     from paceline.engine.checked import load_checked  # noqa: PLC0415
     from paceline.engine.parallel.leader import joined_by  # noqa: PLC0415
     from paceline.engine.parallel.place import WHOLE  # noqa: PLC0415
+    from paceline.engine.quantization import quantised  # noqa: PLC0415
 
     model, attention, place = Path(config.model), config.attention, WHOLE
     if followers is not None:
@@ -119,7 +120,7 @@ def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None
     )
     if followers is not None:
         followers.wait_done()
-    return loaded
+    return quantised(loaded, config.quantization)
 
 
 def _runner(
@@ -165,6 +166,7 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
         kv_layout=layout.digest(),
         kv_part=str(layout.part),
         block_size=config.block_size,
+        quantization=config.quantization,
         arithmetic=config.exactness,
     )
     return LoadedRunner(
