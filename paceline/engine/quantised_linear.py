@@ -7,11 +7,10 @@ from paceline.engine.kernels.cpu.int8_linear import MakesInt8Product
 
 _MOST = 127  # the largest whole number of 8 bits that has a negative
 _LEAST = 1e-30  # a channel or row of smaller values has no unit, and counts as zeros
+_INT8_GROUP = 64  # features of a row that share a unit
 _GROUP = 32  # weights of a channel that share a unit and a middle, in 4 bits
 _STEPS = 15  # between the least and the largest of them
 _ROUND = 16  # channels: of the 4-bit product's width they must be a multiple
-# So many products of two whole numbers of 8 bits, one of them with 128 added, surely fit into 32 bits.
-MOST_INT8_FEATURES = 1 << 16
 
 
 class TorchInt8:
@@ -19,21 +18,26 @@ class TorchInt8:
 
     def __init__(self, codes: Tensor, units: Tensor, bias: Tensor | None) -> None:
         self.codes, self.units = codes.contiguous(), units
+        self._groups = self.codes.split(_INT8_GROUP, 1)
         self._bias = None if bias is None else bias.detach().float()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        codes, units = quantise_rows(_flat(rows))
-        sums = torch._int_mm(codes, self.codes.t())  # noqa: SLF001 - torch has no public name for it
-        product = sums.float() * (units * self.units)
+        total = rows.new_zeros((), dtype=torch.float32)
+        for some, weights in zip(_flat(rows).split(_INT8_GROUP, 1), self._groups, strict=True):
+            codes, units = quantise_rows(some)
+            sums = torch._int_mm(codes, weights.t())  # noqa: SLF001 - torch has no public name for it
+            # Rounded once for a product and its sum, as the kernel does.
+            total = (sums.double() * units + total).float()
+        product = total * self.units
         if self._bias is not None:
             product = product + self._bias
         return product.to(rows.dtype).view(*rows.shape[:-1], len(self.codes))
 
 
 class Int8Linear(nn.Module):
-    """Weights in 8 bits with a unit for each channel, activations in 8 bits with one for each row.
+    """Weights in 8 bits with a unit for each channel, activations in 8 bits with one for each 64 features of a row.
 
-    What a row gives depends on no other row: sums are of whole numbers, and its unit is its own.
+    What a row gives depends on no other row: sums are of whole numbers, joined in order, and its units are its own.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, makes: MakesInt8Product) -> None:

@@ -16,7 +16,6 @@ from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.int8_linear import MakesInt8Product, native_int8
 from paceline.engine.model_loader import LoadedModel
 from paceline.engine.quantised_linear import (
-    MOST_INT8_FEATURES,
     Int4Linear,
     Int8Linear,
     TorchInt8,
@@ -70,7 +69,7 @@ def _int8_maker() -> _Make:
         log.warning("no_native_int8", reason=str(error))
 
     def make(weight: Tensor, bias: Tensor | None) -> nn.Module | None:
-        if weight.dtype not in _DTYPES or weight.shape[1] > MOST_INT8_FEATURES:
+        if weight.dtype not in _DTYPES:
             return None
         return Int8Linear(weight, bias, makes)
 

@@ -16,13 +16,14 @@ from torch.nn import functional
 from paceline.engine.kernels.cpu.build import NoKernelError, load
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
-_PANEL_CHANNELS, _QUAD = 32, 4
+_PANEL_CHANNELS, _QUAD, _FILL = 32, 4, 16
+_SHIFT = 128  # what weights are stored with, so that none is negative
 _IS_BF16 = {torch.float32: False, torch.bfloat16: True}
 
 
 class _Weights(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "units", "offsets", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "units", "bias")),
         *((name, ctypes.c_int64) for name in ("in_features", "out_features")),
     )
 
@@ -80,20 +81,17 @@ class _NativeInt8:
         self._function = function
         self._num_channels, self._num_features = codes.shape
         self._panels, self._units = _panels_of(codes), _for_panels(units)
-        # What a channel's sum is too large by: rows are stored with 128 added.
-        self._offsets = _for_panels(codes.sum(1, dtype=torch.int32) * 128)
         self._bias = None if bias is None else _for_panels(bias.detach().float())
-        tensors = (self._panels, self._units, self._offsets)
-        bias_address = None if self._bias is None else self._bias.data_ptr()
-        self._weights = _Weights(
-            *(each.data_ptr() for each in tensors), bias_address, self._num_features, self._num_channels
+        addresses = (
+            None if each is None else each.data_ptr() for each in (self._panels, self._units, self._bias)
         )
+        self._weights = _Weights(*addresses, self._num_features, self._num_channels)
         self._address = byref(self._weights)
 
     @property
     def codes(self) -> Tensor:
         channels = self._panels.permute(0, 2, 1, 3).reshape(len(self._units), -1)
-        return channels[: self._num_channels, : self._num_features]
+        return (channels[: self._num_channels, : self._num_features].int() - _SHIFT).to(torch.int8)
 
     @property
     def units(self) -> Tensor:
@@ -110,12 +108,13 @@ class _NativeInt8:
 
 
 def _panels_of(codes: Tensor) -> Tensor:
-    """[num_panels, quads of features, 32 channels, 4 features], zeros where there is nothing."""
+    """[num_panels, quads of features, 32 channels, 4 features] in uint8, zeros where there is nothing."""
     num_channels, num_features = codes.shape
-    padded = functional.pad(codes, (0, -num_features % _QUAD, 0, -num_channels % _PANEL_CHANNELS))
+    padded = functional.pad(codes, (0, -num_features % _FILL, 0, -num_channels % _PANEL_CHANNELS))
+    shifted = (padded.int() + _SHIFT).to(torch.uint8)
     # Quads are moved whole.
-    panels = padded.view(torch.int32).view(len(padded) // _PANEL_CHANNELS, _PANEL_CHANNELS, -1)
-    return panels.transpose(1, 2).contiguous().view(torch.int8).view(len(panels), -1, _PANEL_CHANNELS, _QUAD)
+    panels = shifted.view(torch.int32).view(len(padded) // _PANEL_CHANNELS, _PANEL_CHANNELS, -1)
+    return panels.transpose(1, 2).contiguous().view(torch.uint8).view(len(panels), -1, _PANEL_CHANNELS, _QUAD)
 
 
 def _for_panels(channels: Tensor) -> Tensor:
