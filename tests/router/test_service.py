@@ -128,8 +128,8 @@ async def test_what_we_have_lost_costs_only_the_tokens_that_came(
     assert (caught.value.reason, len(lost.submits)) == ("PEER_LOST", 1)
     num_tokens = sum(len(response.delta.token_ids) for response in call.responses)
     rate = Rate(1000, 1000)
-    assert limiter.pour("tokens:acme", rate, 1000 - num_tokens) == 0
-    assert limiter.pour("tokens:acme", rate, 1) > 0
+    assert limiter.pour("tokens:{acme}", rate, 1000 - num_tokens) == 0
+    assert limiter.pour("tokens:{acme}", rate, 1) > 0
 
 
 class Deaf(Call):
