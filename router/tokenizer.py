@@ -70,8 +70,7 @@ class Tokenizer:
         if not prompt:
             raise BadPromptError("the prompt is empty")
         if isinstance(prompt, str):
-            # The library's own way sets up and unpacks far more than the ids, for longer than a short prompt takes.
-            return _not_empty(self._tokenizer.backend_tokenizer.encode(prompt).ids)
+            return _not_empty(self._tokenizer.encode(prompt, verbose=False))
         ids = tuple(part for part in prompt if isinstance(part, int))
         messages = tuple(part for part in prompt if isinstance(part, ChatMessage))
         return self._encode_chat(messages) if messages else self._check_ids(ids)
@@ -148,9 +147,6 @@ def _load(directory: Path) -> "PreTrainedTokenizerFast":
         raise ConfigError(f"the tokenizer in {directory} has no tokenizer.json, which Paceline needs")
     # How long a prompt may be workers say. Past its own number the library would speak, in lines that are none of our log's.
     tokenizer.model_max_length = sys.maxsize
-    # Whatever the file says: a prompt is tokenised whole, or refused.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 

@@ -186,13 +186,6 @@ def test_a_process_that_only_tokenises_loads_no_torch(tiny_tokenizer_dir: Path) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("text", ["Hello", f"Hi{EOS_TOKEN} you", "\ud7ff\U0010ffff  \n", "x" * 3000])
-def test_text_is_tokenised_as_the_library_does_it(byte_level: Tokenizer, text: str) -> None:
-    """Its short way to the same ids, after a chat too, for which the library sets its tokenizer otherwise."""
-    byte_level.encode(_user("Hi"))
-    assert byte_level.encode(text) == tuple(byte_level._tokenizer.encode(text, verbose=False))
-
-
 def test_a_prompt_is_never_cut_or_filled(tmp_path: Path) -> None:
     """Whatever the tokenizer's file says of lengths."""
     write_tiny_tokenizer(tmp_path)
