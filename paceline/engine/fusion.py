@@ -47,7 +47,7 @@ def pack_linears(model: PreTrainedModel) -> int:
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if _is_plain(child) and (packed := _packed(cast("nn.Linear", child))) is not None:
+            if is_plain(child) and (packed := _packed(cast("nn.Linear", child))) is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
     if num_packed:
@@ -62,7 +62,7 @@ def let_go_of_file(model: nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer and nothing more, such as one that others have hooked into, or of which this process has a part."""
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001 - there is no other way to ask
     has_hooks |= "forward" in vars(module)

@@ -15,6 +15,7 @@ from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
 from paceline.engine.exact.model import make_exact
+from paceline.engine.fused_layer import fuse_layers
 from paceline.engine.fusion import pack_linears
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
@@ -81,6 +82,8 @@ def load_model(
         choose_attention(model, attention)
         if place.heads.count > 1:
             pack_parts(model)
+        elif attention != "torch":
+            fuse_layers(model)
         pack_linears(model)
     return LoadedModel(
         model=model,

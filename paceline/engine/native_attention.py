@@ -61,18 +61,32 @@ def native_attention(
 ) -> tuple[Tensor, None]:
     """See `paged_attention`. What the kernel is not written for goes the way that it knows."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
-    pool = context.cache.keys[layer], context.cache.values[layer]
-    if context.cache.layout.layers[layer].is_latent or not takes(query, *pool):
+    if context.cache.layout.layers[layer].is_latent:
         return attend_by_sequence(context, layer, rules, query, key, value), None
-    rows = query[0].transpose(0, 1)
+    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend_rows(context, layer, rules, *rows).unsqueeze(0), None
+
+
+def attend_rows(
+    context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attends to what the cache holds, the new tokens' keys and values among it; [num_tokens, num_heads, value_dim].
+
+    `query` [num_tokens, num_heads, key_dim], `key` and `value` [num_tokens, num_kv_heads, dim].
+    """
+    pool = context.cache.keys[layer], context.cache.values[layer]
+    if not takes(query, *pool):
+        heads = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        return attend_by_sequence(context, layer, rules, *heads)[0]
     if is_fast_for_chunks(query, *pool):
-        return _attend_batch(context, layer, rules, rows, with_chunks=True).unsqueeze(0), None
-    out = _attend_batch(context, layer, rules, rows, with_chunks=False)
+        return _attend_batch(context, layer, rules, query, with_chunks=True)
+    out = _attend_batch(context, layer, rules, query, with_chunks=False)
     for part in context.batch.queries:
         if part.last - part.first > 1:
             keys, values = gather_by_head(context.cache, layer, part, query.dtype)
-            out[part.first : part.last] = attend_part(query, part, keys, values, rules).transpose(0, 1)
-    return out.unsqueeze(0), None
+            heads_first = query.transpose(0, 1).unsqueeze(0)
+            out[part.first : part.last] = attend_part(heads_first, part, keys, values, rules).transpose(0, 1)
+    return out
 
 
 def _attend_batch(
