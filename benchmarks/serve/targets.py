@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import httpx2
@@ -16,6 +16,8 @@ OURS = "paceline"
 # A server that is silent for so long has failed.
 _TIMEOUT_S = 600.0
 _DONE = "data: [DONE]"
+# Token ids that every model has.
+_FIRST_PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 class RefusedError(Exception):
@@ -68,7 +70,7 @@ class CompletionsTarget:
     def __init__(self, http: httpx2.AsyncClient, name: str, url: str, model: str) -> None:
         self.name = name
         self._http = http
-        self._url = f"{url.rstrip('/')}/completions"
+        self._url = f"{url}/completions"
         self._model = model
 
     async def answer(
@@ -111,27 +113,31 @@ class CompletionsTarget:
 
 
 @asynccontextmanager
-async def completions_target(text: str) -> AsyncIterator[CompletionsTarget]:
-    """The server that `--against NAME=URL` or `--against URL` names; raises ConfigError when it does not say what it serves."""
-    name, is_named, url = text.partition("=") if "=" in text.partition("://")[0] else ("other", "", text)
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--against {text}: say NAME=http://HOST:PORT/v1")
-    if name == OURS:
-        raise ConfigError(f"--against {text}: {OURS} is what our own server is called")
-    if is_named and not name.isidentifier():
-        raise ConfigError(f"--against {text}: {name!r} is no name of letters, digits and _")
-    async with httpx2.AsyncClient(
-        timeout=_TIMEOUT_S, limits=httpx2.Limits(max_connections=None), trust_env=False
-    ) as http:
-        yield CompletionsTarget(http, name, url, await _model_at(http, url))
+async def http_client() -> AsyncIterator[httpx2.AsyncClient]:
+    """As many connections as there are requests, and patience."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as http:
+        yield http
 
 
-async def _model_at(http: httpx2.AsyncClient, url: str) -> str:
+async def completions_target(http: httpx2.AsyncClient, name: str, url: str) -> CompletionsTarget:
+    """The server at `url`; raises ConfigError when it does not say what it serves."""
     try:
-        response = await http.get(f"{url.rstrip('/')}/models", timeout=10.0)
+        response = await http.get(f"{url}/models", timeout=10.0)
         model: str = response.json()["data"][0]["id"]
     except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"--against {url}: {url}/models does not say which model is served ({error})"
         ) from error
-    return model
+    return CompletionsTarget(http, name, url, model)
+
+
+async def require_answer(target: Target, place: str) -> None:
+    """Raises ConfigError when there is none, before minutes pass in asking for others."""
+    try:
+        async with aclosing(target.answer(_FIRST_PROMPT, 1)) as parts:
+            num_tokens = sum([len(part) async for part in parts])
+    except RefusedError as error:
+        raise ConfigError(f"the server at {place} does not answer: {error}") from error
+    if num_tokens != 1:
+        raise ConfigError(f"the server at {place} answers with {num_tokens} tokens where 1 is asked for")
