@@ -64,7 +64,8 @@ class PacelineTarget:
 class CompletionsTarget:
     """A server at `url`, such as http://127.0.0.1:8000/v1, that answers POST /completions with server-sent events.
 
-    vLLM and llama.cpp do. Prompts are token ids. A part that does not say its tokens' ids counts as one token, of no known id.
+    vLLM and llama.cpp do. Prompts are token ids. Of a part that does not say its tokens' ids their number is taken, if it says that: llama.cpp
+    keeps the text of a token back until a character is whole. Else a part counts as one token.
     """
 
     def __init__(self, http: httpx2.AsyncClient, name: str, url: str, model: str) -> None:
@@ -85,20 +86,25 @@ class CompletionsTarget:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "timings_per_token": True,
         }
+        num_known = 0
         try:
             async with self._http.stream("POST", self._url, json=request) as response:
                 if response.status_code != httpx2.codes.OK:
                     said = (await response.aread()).decode(errors="replace")
                     raise RefusedError(f"{self._url} answers {response.status_code}: {said[:200]}")
                 async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != _DONE and (token_ids := self._tokens_of(line)):
+                    if not line.startswith("data: ") or line == _DONE:
+                        continue
+                    if token_ids := self._tokens_of(line, num_known):
+                        num_known += len(token_ids)
                         yield token_ids
         except httpx2.HTTPError as error:
             raise RefusedError(f"{self._url}: {str(error) or type(error).__name__}") from error
 
-    def _tokens_of(self, line: str) -> tuple[int, ...]:
-        """The tokens of one event; -1 where it has text and does not say which token that is."""
+    def _tokens_of(self, line: str, num_known: int) -> tuple[int, ...]:
+        """The tokens of one event after so many; -1 where it does not say which token that is."""
         try:
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
@@ -107,6 +113,8 @@ class CompletionsTarget:
                 return ()
             if (token_ids := choices[0].get("token_ids")) is not None:
                 return tuple(token_ids)
+            if (num_tokens := event.get("timings", {}).get("predicted_n")) is not None:
+                return (-1,) * (int(num_tokens) - num_known)
             return (-1,) if choices[0].get("text") else ()
         except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
             raise RefusedError(f"{self._url} sends what is no completion: {line[:200]}") from error
@@ -114,8 +122,11 @@ class CompletionsTarget:
 
 @asynccontextmanager
 async def http_client() -> AsyncIterator[httpx2.AsyncClient]:
-    """As many connections as there are requests, and patience."""
-    limits = httpx2.Limits(max_connections=None)
+    """As many connections as there are requests, and patience.
+
+    None is used twice: a server may close one that is idle at the moment in which the next request takes it.
+    """
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as http:
         yield http
 

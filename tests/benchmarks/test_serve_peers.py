@@ -125,6 +125,16 @@ async def test_another_server_s_tokens_are_counted() -> None:
         assert [part async for part in target.answer((1, 2), 3)] == [(5, 6), (-1,)]
 
 
+async def test_tokens_whose_text_is_kept_back_are_counted() -> None:
+    """A server that tells how many tokens there are so far leaves events out, and has no text in its last one."""
+    events = [
+        {"choices": [{"text": text}], "timings": {"predicted_n": number}}
+        for text, number in (("a", 1), ("b", 4), ("", 5), ("", 5))
+    ]
+    async with other_server(*events) as url, target_at(url) as target:
+        assert [part async for part in target.answer((1, 2), 5)] == [(-1,), (-1, -1, -1), (-1,)]
+
+
 async def test_what_another_server_refuses_is_said() -> None:
     """With its own words."""
     async with (
