@@ -26,7 +26,7 @@ _BATCH, _PROMPT = 32, 2048
 
 def main(argv: Sequence[str]) -> int:
     """Prints the limits and our shares of them; always 0: a measurement breaks no promise."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
     torch.set_num_threads(args.threads)
     directory = args.model or resolve_model(DEFAULT_MODEL.name, say)
@@ -95,7 +95,8 @@ def _spread(numbers: Sequence[float]) -> str:
     return f"{min(numbers):.3f} to {max(numbers):.3f}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `./run bench roofline`."""
     parser = OneLineParser("./run bench roofline", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory (default: the default model)")
     parser.add_argument(
