@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,21 +64,37 @@ def require_peers(peers: Collection[Peer]) -> None:
 
 @asynccontextmanager
 async def peer_server(peer: Peer) -> AsyncIterator[Server]:
-    """Another server, which has answered once; raises ConfigError when it does not."""
-    begin_s = time.perf_counter()
+    """Another server, which has answered once if it was started here; raises ConfigError when it does not."""
     if isinstance(peer, OpenVinoPeer):
-        async with openvino_target(peer) as (target, child):
-            await require_answer(target, f"openvino:{peer.directory}")
-            yield _started_here(target, child, begin_s)
-        return
-    async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(http_client())
-        if not peer.command:
-            yield Server(await completions_target(http, peer.name, peer.url))
-            return
-        await _require_free(peer)
-        say(f"starting {peer.name}")
-        child = await stack.enter_async_context(started(peer.command))
+        opening = _openvino_server(peer)
+    elif peer.command:
+        opening = _started_server(peer)
+    else:
+        opening = _reached_server(peer)
+    async with opening as server:
+        yield server
+
+
+@asynccontextmanager
+async def _openvino_server(peer: OpenVinoPeer) -> AsyncIterator[Server]:
+    begin_s = time.perf_counter()
+    async with openvino_target(peer) as (target, child):
+        await require_answer(target, f"openvino:{peer.directory}")
+        yield _timed(target, child, begin_s)
+
+
+@asynccontextmanager
+async def _reached_server(peer: CompletionsPeer) -> AsyncIterator[Server]:
+    async with http_client() as http:
+        yield Server(await completions_target(http, peer.name, peer.url))
+
+
+@asynccontextmanager
+async def _started_server(peer: CompletionsPeer) -> AsyncIterator[Server]:
+    await _require_free(peer)
+    say(f"starting {peer.name}")
+    begin_s = time.perf_counter()
+    async with http_client() as http, started(peer.command) as child:
 
         async def first_answer() -> CompletionsTarget:
             """As soon as there is one."""
@@ -86,7 +102,7 @@ async def peer_server(peer: Peer) -> AsyncIterator[Server]:
             await require_answer(target, peer.url)
             return target
 
-        yield _started_here(await _as_soon_as(first_answer, peer, child), child, begin_s)
+        yield _timed(await _as_soon_as(first_answer, peer, child), child, begin_s)
 
 
 async def _require_free(peer: CompletionsPeer) -> None:
@@ -114,7 +130,7 @@ async def _as_soon_as(
         await asyncio.sleep(_ASK_EVERY_S)
 
 
-def _started_here(target: Target, child: StartedProcess, begin_s: float) -> Server:
+def _timed(target: Target, child: StartedProcess, begin_s: float) -> Server:
     figures = {"start_to_first_answer_s": time.perf_counter() - begin_s}
     return Server(target, lambda: [child.process.pid], figures)
 

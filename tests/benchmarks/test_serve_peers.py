@@ -148,6 +148,16 @@ async def test_what_another_server_refuses_is_said() -> None:
             pass
 
 
+async def test_a_server_s_first_answer_is_as_long_as_it_was_asked_for() -> None:
+    """One that does as it likes could not be compared."""
+    async with (
+        other_server({"choices": [{"text": "a b", "token_ids": [5, 6]}]}) as url,
+        target_at(url) as target,
+    ):
+        with pytest.raises(ConfigError, match="2 tokens where 1 is asked for"):
+            await require_answer(target, url)
+
+
 @pytest.mark.parametrize(
     ("event", "said"),
     [
