@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.serve.peers import OpenVinoPeer
 from benchmarks.serve.processes import StartedProcess, started
-from benchmarks.serve.targets import RefusedError
+from benchmarks.serve.targets import TIMEOUT_S, RefusedError
 from paceline.core.errors import ConfigError
 
 _CHILD = "benchmarks.serve.openvino_child"
@@ -46,7 +46,7 @@ class OpenVinoTarget:
             )
             is_over = False
             while not is_over:
-                part = await answers.get()
+                part = await _next_of(answers)
                 if "refused" in part:
                     raise RefusedError(part["refused"])
                 is_over = part["ended"]
@@ -77,6 +77,13 @@ class OpenVinoTarget:
         self._gone = self._gone or f"its process has ended: {self._child.last_words()}"
         for answers in self._answers.values():
             answers.put_nowait({"refused": self._gone})
+
+
+async def _next_of(answers: "asyncio.Queue[dict[str, Any]]") -> dict[str, Any]:
+    try:
+        return await asyncio.wait_for(answers.get(), TIMEOUT_S)
+    except TimeoutError as error:
+        raise RefusedError(f"it was silent for {TIMEOUT_S:.0f} s") from error
 
 
 def require_openvino() -> None:

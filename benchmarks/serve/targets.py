@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 # What the figures of our own server are called by.
 OURS = "paceline"
 # A server that is silent for so long has failed.
-_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
 _DONE = "data: [DONE]"
 # Token ids that every model has.
 _FIRST_PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -51,7 +51,7 @@ class PacelineTarget:
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """See Target.answer."""
         options = GenerateOptions(
-            max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0, timeout_s=_TIMEOUT_S
+            max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0, timeout_s=TIMEOUT_S
         )
         try:
             async for event in self._client.generate(prompt_ids, **options):
@@ -127,7 +127,7 @@ async def http_client() -> AsyncIterator[httpx2.AsyncClient]:
     None is used twice: a server may close one that is idle at the moment in which the next request takes it.
     """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx2.AsyncClient(timeout=_TIMEOUT_S, limits=limits, trust_env=False) as http:
+    async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as http:
         yield http
 
 

@@ -325,6 +325,16 @@ async def test_openvino_answers_in_a_process_of_its_own(fake_openvino: Path) -> 
                 await answer(last)
 
 
+async def test_openvino_that_is_silent_has_failed(
+    fake_openvino: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like any other server; its request is over, and the load goes on."""
+    async with openvino_target(OpenVinoPeer("ov", fake_openvino)) as (target, _):
+        monkeypatch.setattr("benchmarks.serve.openvino_target.TIMEOUT_S", 0.0)
+        with pytest.raises(RefusedError, match="silent"):
+            await anext(target.answer((1, 2), 3))
+
+
 @pytest.mark.parametrize(("setting", "said"), [("NO_SUCH", "no property"), ("no_such", "no setting")])
 async def test_openvino_that_cannot_load_is_said(fake_openvino: Path, setting: str, said: str) -> None:
     """With the reason that it gives."""
