@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> int:
     tell = _own_output()
     try:
         answerer = Answerer(argv[0], json.loads(argv[1]), tell)
-    except (ImportError, RuntimeError, AttributeError, TypeError) as error:
-        tell({"unable": str(error).strip()})
+    except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        tell({"unable": str(error).strip() or type(error).__name__})
         return 1
     requests: Requests = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
@@ -50,7 +50,7 @@ class Answerer:
             if name.islower():
                 _set(scheduler, name, value)
         properties = {_PRECISION: "bf16"} | {
-            name: value for name, value in settings.items() if name.isupper()
+            name: value for name, value in settings.items() if not name.islower()
         }
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", properties)
 

@@ -335,10 +335,19 @@ async def test_openvino_that_is_silent_has_failed(
             await anext(target.answer((1, 2), 3))
 
 
-@pytest.mark.parametrize(("setting", "said"), [("NO_SUCH", "no property"), ("no_such", "no setting")])
-async def test_openvino_that_cannot_load_is_said(fake_openvino: Path, setting: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("NO_SUCH", "1", "no property"),
+        ("no_such", "1", "no setting"),
+        ("cache_size", "many", "Expecting value"),
+    ],
+)
+async def test_openvino_that_cannot_load_is_said(
+    fake_openvino: Path, setting: str, value: str, said: str
+) -> None:
     """With the reason that it gives."""
-    async with openvino_target(OpenVinoPeer("ov", fake_openvino, ((setting, "1"),))) as (target, _):
+    async with openvino_target(OpenVinoPeer("ov", fake_openvino, ((setting, value),))) as (target, _):
         with pytest.raises(ConfigError, match=said):
             await require_answer(target, "openvino")
 
