@@ -1,7 +1,7 @@
 """The bytes of KV blocks, in the host's memory or on a device: how they come out and go in, whatever stands in them.
 
-    host      read is a view; others map the pool
-    device    read and write are copies through pinned memory, on a queue of their own beside the steps'
+host      read is a view; others map the pool
+device    read and write are copies through pinned memory, on a queue of their own beside the steps'
 """
 
 from contextlib import AbstractContextManager, nullcontext
