@@ -87,7 +87,7 @@ class DeviceBlocks:
         # Zeros, as the host gives them: the plain forms of attention multiply what nobody wrote by nothing, which is no number for some bytes.
         self.blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device.place)
         self._device = device
-        self._beside = torch.cuda.Stream(device.place) if device.is_gpu else None
+        self._beside = torch.cuda.Stream(device.place) if device.is_gpu else None  # type: ignore[no-untyped-call] # it has no annotations
         self._moved: torch.cuda.Event | None = None  # behind the last copy among the steps
         # The zeros are written before anything on the other queue is.
         device.finish()
@@ -98,12 +98,12 @@ class DeviceBlocks:
         with self._aside():
             host.copy_(self.blocks[block_id], non_blocking=self._device.is_gpu)
         self._wait_aside()
-        return memoryview(host.numpy()).toreadonly()
+        return host.numpy().data.toreadonly()
 
     def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Overwrites part of a block."""
         host = self._host(len(data))
-        memoryview(host.numpy())[:] = data
+        host.numpy().data[:] = data
         with self._aside():
             self.blocks[block_id, offset : offset + len(data)].copy_(host, non_blocking=self._device.is_gpu)
         self._wait_aside()
@@ -132,7 +132,7 @@ class DeviceBlocks:
     def _note_moved(self) -> None:
         """A new event each time: the other thread may be waiting for the last one."""
         if self._device.is_gpu:
-            moved = torch.cuda.Event()
+            moved = torch.cuda.Event()  # type: ignore[no-untyped-call] # the same
             moved.record(torch.cuda.current_stream(self._device.place))
             self._moved = moved
 

@@ -87,7 +87,7 @@ class Turn:
 
 
 def device_name(wanted: str, num_gpus: int, turn: Turn) -> str:
-    """cpu or cuda:N, where there are so many GPUs; with `auto` and `cuda` each has its turn."""
+    """Cpu or cuda:N, where there are so many GPUs; with `auto` and `cuda` each has its turn."""
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return "cpu"
     there = f"cpu and {', '.join(f'cuda:{index}' for index in range(num_gpus))}" if num_gpus else "cpu alone"

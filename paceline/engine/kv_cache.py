@@ -50,6 +50,11 @@ class KVCache:
         self.value_scales: list[Tensor] = []
         self._make_views(self._store.blocks)
 
+    @property
+    def blocks(self) -> Tensor:
+        """[num_blocks, block_bytes], as bytes, where they are."""
+        return self._store.blocks
+
     def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim].
 

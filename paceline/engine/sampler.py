@@ -16,7 +16,6 @@ from paceline.core.request import SamplingParams, TokenLogprob
 from paceline.engine.scoring import token_logprobs
 from paceline.engine.step import SampleTask, StepOutput
 
-
 # Chooses a token for each row of the logits, which have bans, bias and penalties in them.
 Choose = Callable[[Tensor, Sequence[SampleTask], Sequence[int]], Tensor]
 

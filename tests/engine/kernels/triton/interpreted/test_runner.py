@@ -1,0 +1,105 @@
+"""Whole engines on the kernels: the same tokens as with torch's attention, and decode steps in fixed shapes."""
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from paceline.core.request import SamplingParams, SequenceSpec
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.checked import load_checked
+from paceline.engine.decode_graphs import Pass, without_graph
+from paceline.engine.engine import Engine
+from paceline.engine.events import NewTokens
+from paceline.engine.model_loader import LoadedModel
+from paceline.engine.model_runner import ModelRunner
+from paceline.engine.padding import decode_shapes
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.engine.sequence import SequenceRole
+from tests.factories import make_id
+from tests.tiny_model import write_tiny_model
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_TOKENS = 40, 16, 6
+LENGTHS = (5, 30, 20)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, whose logits stand far apart."""
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def specs() -> list[SequenceSpec]:
+    """Greedy ones and one that draws with every filter, of which one has two candidates."""
+    drawing = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=3)
+    sampling = (SamplingParams(temperature=0.0), drawing, SamplingParams(temperature=1.0, seed=4))
+    return [
+        SequenceSpec(
+            sequence_id=make_id(f"r{index}"),
+            prompt_ids=tuple((11 * index + 7 * i) % 480 for i in range(length)),
+            sampling=params,
+            max_tokens=MAX_TOKENS,
+            candidates=(0, 1) if index == 2 else (0,),
+            ignore_eos=True,
+        )
+        for index, (length, params) in enumerate(zip(LENGTHS, sampling, strict=True))
+    ]
+
+
+def answers(runner: ModelRunner) -> dict[tuple[str, int], list[int]]:
+    """The tokens of each candidate."""
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    engine = Engine(Scheduler(SchedulerConfig(64, max_num_seqs=8), pool, runner.memory), runner)
+    for spec in specs():
+        engine.add(spec, SequenceRole.GENERATE)
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work():
+        for event in engine.step().events:
+            if isinstance(event, NewTokens):
+                tokens = found.setdefault((event.sequence_id.request_id, event.candidate), [])
+                tokens += event.token_ids
+    engine.check_invariants()
+    return found
+
+
+def runner_of(loaded: LoadedModel, *, has_scratch: bool = False) -> ModelRunner:
+    """With an empty cache."""
+    return ModelRunner(loaded.model, loaded.layout, NUM_BLOCKS, has_scratch=has_scratch)
+
+
+def test_kernels_give_the_same_tokens_as_torch(directory: Path) -> None:
+    """Chunks, decodes and candidates, greedy and drawn; and so do decode steps that are padded and computed in fixed shapes."""
+    expected = answers(runner_of(load_checked(directory, "float32", BLOCK_SIZE, attention="torch")))
+    loaded = load_checked(directory, "float32", BLOCK_SIZE, attention="triton")
+    assert answers(runner_of(loaded)) == expected
+
+    fixed, num_passes = runner_of(loaded, has_scratch=True), 0
+
+    def counted(compute: Pass) -> Pass:
+        """A pass that is computed again."""
+
+        def again() -> Tensor:
+            """And counted."""
+            nonlocal num_passes
+            num_passes += 1
+            return compute()
+
+        return without_graph(again)
+
+    fixed.capture_decodes(decode_shapes(4, 64), counted)
+    assert answers(fixed) == expected
+    assert num_passes >= MAX_TOKENS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_kernels_store_and_read_8_bits_as_torch_does(directory: Path, kv_dtype: str) -> None:
+    """In chunks and decodes."""
+    expected, found = (
+        answers(
+            runner_of(load_checked(directory, "float32", BLOCK_SIZE, kv_dtype=kv_dtype, attention=attention))
+        )
+        for attention in ("torch", "triton")
+    )
+    assert found == expected
