@@ -81,8 +81,10 @@ class Turn:
             raise ConfigError(f"--gpu-turn {text!r} is not of the form 0/2: a number from 0 on, of how many")
         return cls(int(index), int(count))
 
-    def num_sharing(self, num_gpus: int) -> int:
-        """How many of them compute on this one's GPU, itself among them, where there are so many."""
+    def num_sharing(self, wanted: str, num_gpus: int) -> int:
+        """How many of them compute on this one's GPU, itself among them, where there are so many: all, if all were told which."""
+        if ":" in wanted:
+            return self.count
         return len(range(self.index % num_gpus, self.count, num_gpus))
 
 

@@ -46,9 +46,11 @@ class GpuMemory:
         return left
 
 
-def largest_step(max_tokens: int, max_sequences: int, num_groups: int, block_size: int) -> SchedulerOutput:
+def largest_step(
+    max_tokens: int, max_sequences: int, max_model_tokens: int, *, num_groups: int, block_size: int
+) -> SchedulerOutput:
     """As many tokens as a step may have, of as many sequences, each of which samples. All write to the same first blocks."""
-    num_sequences = min(max_tokens, max_sequences)
+    num_sequences = min(max_tokens, max(max_sequences, -(-max_tokens // max_model_tokens)))
     length = max_tokens // num_sequences
     last = max_tokens - length * (num_sequences - 1)
     table = tuple(BlockId(block) for block in range(-(-last // block_size)))
@@ -65,7 +67,13 @@ def largest_step(max_tokens: int, max_sequences: int, num_groups: int, block_siz
 def measure(loaded: LoadedModel, max_tokens: int, max_sequences: int) -> GpuMemory:
     """By computing the largest step, with a cache of its own that is thrown away."""
     place, layout = loaded.device.place, loaded.layout
-    output = largest_step(max_tokens, max_sequences, len(layout.groups), layout.block_size)
+    output = largest_step(
+        max_tokens,
+        max_sequences,
+        loaded.max_model_tokens,
+        num_groups=len(layout.groups),
+        block_size=layout.block_size,
+    )
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(place)
     torch.cuda.reset_peak_memory_stats(place)

@@ -123,7 +123,7 @@ def _gpu_bytes(config: WorkerConfig, loaded: "LoadedModel") -> int:
     from paceline.engine.device import Turn  # noqa: PLC0415
     from paceline.engine.gpu_start import measure  # noqa: PLC0415
 
-    num_sharing = Turn.parse(config.gpu_turn).num_sharing(torch.cuda.device_count())
+    num_sharing = Turn.parse(config.gpu_turn).num_sharing(config.device, torch.cuda.device_count())
     memory = measure(loaded, config.max_num_batched_tokens, config.max_num_seqs)
     return memory.for_kv(config.gpu_memory_share, num_sharing)
 

@@ -50,11 +50,21 @@ def test_a_turn_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "num_gpus", "num_sharing"), [("0/1", 1, 1), ("0/3", 2, 2), ("1/3", 2, 1), ("1/2", 8, 1)]
+    ("wanted", "turn", "num_gpus", "num_sharing"),
+    [
+        ("auto", "0/1", 1, 1),
+        ("auto", "0/2", 1, 2),
+        ("cuda", "0/3", 2, 2),
+        ("cuda", "1/3", 2, 1),
+        ("auto", "1/2", 8, 1),
+        ("cuda:1", "0/3", 2, 3),
+    ],
 )
-def test_workers_know_how_many_share_their_gpu(turn: str, num_gpus: int, num_sharing: int) -> None:
+def test_workers_know_how_many_share_their_gpu(
+    wanted: str, turn: str, num_gpus: int, num_sharing: int
+) -> None:
     """Themselves among them."""
-    assert Turn.parse(turn).num_sharing(num_gpus) == num_sharing
+    assert Turn.parse(turn).num_sharing(wanted, num_gpus) == num_sharing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from paceline.core.errors import ConfigError
 from paceline.core.request import SamplingParams, SequenceSpec
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checked import load_checked
@@ -17,6 +18,10 @@ from paceline.engine.padding import decode_shapes
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.sequence import SequenceRole
+from paceline.worker.config import WorkerConfig
+from paceline.worker.events import EventQueue
+from paceline.worker.runner import load_runner
+from paceline.worker.worker import open_worker
 from tests.factories import make_id
 from tests.tiny_model import write_tiny_model
 
@@ -103,3 +108,33 @@ def test_kernels_store_and_read_8_bits_as_torch_does(directory: Path, kv_dtype: 
         for attention in ("torch", "triton")
     )
     assert found == expected
+
+
+async def test_a_whole_worker_computes_with_the_kernels(directory: Path) -> None:
+    """Loaded, checked and opened by its settings alone, it gives the tokens that it gives with torch's attention."""
+    found = []
+    for attention in ("torch", "triton"):
+        config = WorkerConfig(
+            model=str(directory),
+            device="cpu",
+            dtype="float32",
+            attention=attention,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            threads=1,
+        )
+        async with open_worker(config, load_runner(config)) as worker:
+            events = EventQueue()
+            worker.engine.submit(specs()[0], SequenceRole.GENERATE, events.put)
+            tokens: list[int] = []
+            while len(tokens) < MAX_TOKENS:
+                event = await anext(events)
+                tokens += event.token_ids if isinstance(event, NewTokens) else ()
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+def test_numbers_that_the_interpreter_computes_wrongly_are_refused(directory: Path) -> None:
+    """Rather than served."""
+    with pytest.raises(ConfigError, match="wrong in bfloat16"):
+        load_checked(directory, "bfloat16", BLOCK_SIZE, attention="triton")
