@@ -79,7 +79,9 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     set_threads = partial(set_threads_of_each, num_ranks=config.tp * config.pp)
     set_threads(config.threads)
-    device = find_device(config.device, Turn.parse(config.gpu_turn))
+    # Exact mode computes on CPUs alone, so what it may choose from is them.
+    wanted = "cpu" if (config.device, config.exactness) == ("auto", "exact") else config.device
+    device = find_device(wanted, Turn.parse(config.gpu_turn))
     dtype = device.default_dtype(config.dtype, resolve_dtype)
     with device.entered():
         loaded = _load_checked(config, dtype, followers, device)
