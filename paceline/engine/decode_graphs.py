@@ -7,17 +7,18 @@ is padded to the next one. Elsewhere, and in tests, the same inputs are computed
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.engine.device import Device
-from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
+from paceline.engine.forward_batch import ForwardBatch
 from paceline.engine.kernels.cpu.paged_attention import RaggedTables
 from paceline.engine.kernels.triton.attention_arguments import RaggedBatch
 from paceline.engine.kernels.triton.paged_attention import StepTables
 from paceline.engine.padding import DecodeShape, nobody, padded, shape_for
-from paceline.engine.step import SchedulerOutput
+from paceline.engine.step import BlockTable, ScheduledSequence, SchedulerOutput
 from paceline.engine.triton_attention import fixed_tables
 
 # Computes logits; its inputs are always the same tensors.
@@ -69,11 +70,15 @@ class FixedInputs:
 
     def __init__(self, shape: DecodeShape, layout: KVLayout, device: Device) -> None:
         rows, groups = shape.num_rows, len(layout.groups)
-        self._width = -(-shape.max_context // layout.block_size)
-        self._sizes = [rows] * (2 + groups) + [4 * rows] * groups + [rows * self._width] * groups
-        self._device = device
-        self._numbers = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device.place)
-        token_ids, positions, *rest = torch.split(self._numbers, self._sizes)
+        self._block_size, self._device = layout.block_size, device
+        width = -(-shape.max_context // layout.block_size)
+        self._sizes = [rows] * (2 + groups) + [4 * rows] * groups
+        # What the host knows to stand in each row, since most of it stays what it is from step to step.
+        self._tables = np.zeros((groups, rows, width), np.int64)
+        self._rows: list[tuple[BlockTable, ...] | None] = [None] * rows
+        size = sum(self._sizes)
+        self._numbers = torch.zeros(size + self._tables.size, dtype=torch.int64, device=device.place)
+        token_ids, positions, *rest = torch.split(self._numbers[:size], self._sizes)
         self.batch = ForwardBatch(
             token_ids=token_ids,
             positions=positions,
@@ -85,36 +90,47 @@ class FixedInputs:
             score_rows=torch.empty(0, dtype=torch.long, device=device.place),
             score_tasks=(),
         )
+        tables = self._numbers[size:].view(groups, rows * width)
         self.tables = [
-            StepTables(RaggedBatch(RaggedTables(sequences.view(rows, 4), tables), 1, shape.max_context), None)
-            for sequences, tables in zip(rest[groups : 2 * groups], rest[2 * groups :], strict=True)
+            StepTables(RaggedBatch(RaggedTables(each.view(rows, 4), table), 1, shape.max_context), None)
+            for each, table in zip(rest[groups:], tables, strict=True)
         ]
 
-    def fill(self, batch: ForwardBatch) -> None:
+    def fill(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Puts a step of just this many rows there, by one copy that nobody waits for."""
-        groups = len(batch.slot_mappings)
-        # Pinned memory is made anew each time, or rather given out again by torch: the last copy may still be reading.
-        host = torch.zeros(len(self._numbers), dtype=torch.int64, pin_memory=self._device.is_gpu)
-        token_ids, positions, *rest = torch.split(host, self._sizes)
-        token_ids.copy_(batch.token_ids)
-        positions.copy_(batch.positions)
+        self._note_tables(scheduled)
+        groups, _, width = self._tables.shape
+        ends = [item.end for item in scheduled]
+        sequences = [number for row, end in enumerate(ends) for number in (row, row + 1, end, row * width)]
+        numbers = [item.token_ids[0] for item in scheduled] + [item.start for item in scheduled]
         for group in range(groups):
-            rest[group].copy_(batch.slot_mappings[group])
-            tables = rest[2 * groups + group].view(-1, self._width)
-            for row, part in zip(tables, batch.queries, strict=True):
-                row[: len(part.block_tables[group])] = part.block_tables[group]
-            rest[groups + group].copy_(self._sequences(batch))
+            numbers += [self._slot(item, group) for item in scheduled]
+        numbers += sequences * groups
+        # Pinned memory is made anew each time, or rather given out again by torch: the last copy may still be reading.
+        host = torch.empty(len(self._numbers), dtype=torch.int64, pin_memory=self._device.is_gpu)
+        in_host = host.numpy()
+        in_host[: len(numbers)] = numbers
+        in_host[len(numbers) :] = self._tables.ravel()
         self._numbers.copy_(host, non_blocking=self._device.is_gpu)
 
-    def _sequences(self, batch: ForwardBatch) -> Tensor:
-        """See RaggedTables."""
-        return torch.tensor(
-            [
-                number
-                for row, part in enumerate(batch.queries)
-                for number in (row, row + 1, part.context, row * self._width)
-            ]
-        )
+    def _note_tables(self, scheduled: Sequence[ScheduledSequence]) -> None:
+        """All of a table, as far as there is room: its sequence comes to its later blocks while it is the same one.
+
+        Behind its end a row keeps what stood there: no program looks at it.
+        """
+        for row, item in enumerate(scheduled):
+            if self._rows[row] is item.block_tables:
+                continue
+            self._rows[row] = item.block_tables
+            for group, table in enumerate(item.block_tables):
+                block_ids = [block_id or 0 for block_id in table[: self._tables.shape[2]]]
+                self._tables[group, row, : len(block_ids)] = block_ids
+
+    def _slot(self, item: ScheduledSequence, group: int) -> int:
+        """Where the token of a row goes; see `build_forward_batch`."""
+        block_id = item.block_tables[group][item.start // self._block_size]
+        assert block_id is not None, "a token that is computed has a place"
+        return block_id * self._block_size + item.start % self._block_size
 
 
 class DecodeGraphs:
@@ -146,24 +162,23 @@ class DecodeGraphs:
         alone = SchedulerOutput((nobody(scratch, len(layout.groups)),), ())
         for shape in shapes:
             inputs = FixedInputs(shape, layout, device)
-            inputs.fill(build_forward_batch(padded(alone, shape.num_rows, scratch), layout.block_size))
+            inputs.fill(padded(alone, shape.num_rows, scratch).scheduled)
             passes[shape] = inputs, capture(_pass_of(inputs, forward))
         return cls(passes, scratch, device)
 
-    def padded(self, output: SchedulerOutput) -> tuple[SchedulerOutput, DecodeShape] | None:
-        """The step as one of the shapes; None if it is none of theirs."""
+    def logits(self, output: SchedulerOutput) -> Tensor | None:
+        """Of the rows after which tokens are chosen, [num_samples, vocab_size]; None for a step that is of no shape there is."""
         shape = shape_for(output, self._shapes)
-        return None if shape is None else (padded(output, shape.num_rows, self._scratch), shape)
-
-    def logits(self, batch: ForwardBatch, shape: DecodeShape) -> Tensor:
-        """Of the rows after which tokens are chosen, [num_samples, vocab_size], of a padded step."""
+        if shape is None:
+            return None
         inputs, compute = self._passes[shape]
-        inputs.fill(batch)
-        logits, rows = compute(), batch.sample_rows
-        if rows.tolist() == list(range(len(rows))):
-            return logits[: len(rows)]
-        # Several candidates of one sequence.
-        return logits[self._device.upload((rows,))[0]]
+        inputs.fill(padded(output, shape.num_rows, self._scratch).scheduled)
+        logits, num_rows = compute(), len(output.scheduled)
+        if all(len(item.samples) == 1 for item in output.scheduled):
+            return logits[:num_rows]
+        # Several candidates of one sequence, or none.
+        rows = [row for row, item in enumerate(output.scheduled) for _ in item.samples]
+        return logits[self._device.upload((torch.tensor(rows, dtype=torch.long),))[0]]
 
 
 def _pass_of(inputs: FixedInputs, forward: Forward) -> Pass:

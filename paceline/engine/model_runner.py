@@ -75,16 +75,19 @@ class ModelRunner:
     def execute_batches(self, outputs: Sequence[SchedulerOutput]) -> StepOutput:
         """The same of a step that is cut into batches, in their order."""
         with torch.inference_mode(), self.device.entered():
-            batches, sampled, scored = [], [], []
+            sampled, scored = [], []
             for output in outputs:
-                batch, logits = self._computed(output)
-                batches.append(batch)
-                sampled.append(logits[: len(batch.sample_tasks)])
-                scored.append(logits[len(batch.sample_tasks) :])
-            tasks = [task for batch in batches for task in batch.sample_tasks]
-            positions = [position for batch in batches for position in batch.sample_positions]
+                logits, num_samples = (
+                    self._computed(output),
+                    sum(len(item.samples) for item in output.scheduled),
+                )
+                sampled.append(logits[:num_samples])
+                scored.append(logits[num_samples:])
+            items = [item for output in outputs for item in output.scheduled]
+            tasks = [task for item in items for task in item.samples]
+            positions = [item.end for item in items for _ in item.samples]
             step = sample(_joined(sampled).float(), tasks, positions, self._choose)
-            scores = score(_joined(scored), [task for batch in batches for task in batch.score_tasks])
+            scores = score(_joined(scored), [item.score for item in items if item.score is not None])
             # A step that chooses nothing waits here: its blocks may be read as soon as it has ended.
             self.device.finish()
             return replace(
@@ -94,16 +97,13 @@ class ModelRunner:
                 experts=self._expert_load.take_experts(),
             )
 
-    def _computed(self, output: SchedulerOutput) -> tuple[ForwardBatch, Tensor]:
-        """A batch and the logits of its rows: by a graph, if there is one for it."""
-        graphs = self._graphs
-        if graphs is not None and (fitting := graphs.padded(output)) is not None:
-            in_shape, shape = fitting
-            batch = build_forward_batch(in_shape, self._layout.block_size)
-            return batch, graphs.logits(batch, shape)
+    def _computed(self, output: SchedulerOutput) -> Tensor:
+        """The logits of a batch: by a graph, if there is one for it."""
+        if self._graphs is not None and (logits := self._graphs.logits(output)) is not None:
+            return logits
         batch = build_forward_batch(output, self._layout.block_size)
         with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
-            return batch, self.forward(on_device(batch, self.device))
+            return self.forward(on_device(batch, self.device))
 
     def capture_decodes(self, shapes: Sequence[DecodeShape], capture: "Capture") -> None:
         """From now on decode steps that fit one of the shapes are computed by what `capture` gives."""
