@@ -1,5 +1,7 @@
 """The memory of the KV blocks: one tensor, block after block, and each layer's view into its group's blocks."""
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 from torch import Tensor
@@ -115,6 +117,10 @@ class KVCache:
     def restore(self, saved: Tensor, block_id: BlockId) -> None:
         """See BlockSaver.restore."""
         self._store.restore(saved, block_id)
+
+    def fetch(self, block_ids: Sequence[BlockId]) -> None:
+        """See BlockBytes.fetch."""
+        self._store.fetch(block_ids)
 
     def checksum(self, block_id: BlockId) -> int:
         """XXH3-64 of the block's bytes."""

@@ -84,6 +84,8 @@ class ModelRunner:
                 sampled.append(logits[:num_samples])
                 scored.append(logits[num_samples:])
             items = [item for output in outputs for item in output.scheduled]
+            if not self.device.is_host:
+                self.memory.fetch(filled_blocks(items, self._layout.block_size))
             tasks = [task for item in items for task in item.samples]
             positions = [item.end for item in items for _ in item.samples]
             step = sample(_joined(sampled).float(), tasks, positions, self._choose)
@@ -140,6 +142,19 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]
+
+
+def filled_blocks(items: Sequence[ScheduledSequence], block_size: int) -> list[BlockId]:
+    """The blocks whose last token a step computes, each once."""
+    return list(
+        dict.fromkeys(
+            block_id
+            for item in items
+            for table in item.block_tables
+            for block_id in table[item.start // block_size : item.end // block_size]
+            if block_id is not None
+        )
+    )
 
 
 def _chooser(device: Device) -> Choose | None:

@@ -49,6 +49,33 @@ def test_a_saved_block_comes_back_elsewhere(blocks: BlockBytes) -> None:
     assert bytes(blocks.read(BlockId(1))) == b"a" * BLOCK_BYTES
 
 
+def test_what_was_fetched_is_what_is_there(blocks: BlockBytes) -> None:
+    """However it was written to since, and whatever was fetched before."""
+    ids = [BlockId(index) for index in range(NUM_BLOCKS)]
+    for block_id in ids:
+        blocks.write(block_id, 0, bytes([65 + block_id]) * BLOCK_BYTES)
+    saved = blocks.save(BlockId(0))
+    blocks.fetch(ids)
+    blocks.write(BlockId(0), 0, b"z")
+    blocks.copy(BlockId(2), BlockId(1))
+    assert [bytes(blocks.read(block_id))[:2] for block_id in ids] == [b"zA", b"CC", b"CC"]
+    blocks.fetch(ids[:2])
+    blocks.restore(saved, BlockId(1))
+    blocks.write(BlockId(2), 0, b"y")
+    assert [bytes(blocks.read(block_id))[:2] for block_id in ids] == [b"zA", b"AA", b"yC"]
+    blocks.fetch([])
+    assert bytes(blocks.read(BlockId(0)))[:2] == b"zA"
+
+
+def test_a_fetched_block_stays_what_it_was_for_whoever_has_it(blocks: BlockBytes) -> None:
+    """As long as it is held, which is as long as nobody writes to it."""
+    blocks.write(BlockId(1), 0, b"a" * BLOCK_BYTES)
+    blocks.fetch([BlockId(1)])
+    found = blocks.read(BlockId(1))
+    blocks.fetch([BlockId(0)])
+    assert bytes(found) == b"a" * BLOCK_BYTES
+
+
 def test_a_device_has_no_pool_to_map() -> None:
     """Other processes are offered the host's memory only."""
     assert DeviceBlocks(HOST, NUM_BLOCKS, BLOCK_BYTES).pool is None
