@@ -11,6 +11,7 @@ BENCHMARKS = {
     "exactness": "exact mode: bits over random schedules, and its cost beside fast mode",
     "fit": "real steps of a model, and the simulator's cost model fitted to them",
     "scheduling": "what each policy is worth: batching, cushion, victims, lanes, and what the scheduler costs",
+    "gpu": "on a GPU: kernels beside their plain forms, and decode and prefill beside the roofline",
     "kv": "the hand-over: bytes a second by transport, beside a plain copy",
     "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
     "roofline": "memory bandwidth and matrix products of this machine, and our share of them; where a step's time goes",

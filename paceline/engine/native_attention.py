@@ -1,4 +1,4 @@
-"""Paged attention of the fast mode where the machine can compile it: a whole batch in one call.
+"""Which paged attention of fast mode a model runs; and the one that is compiled for the CPU: a whole batch in one call.
 
 Chunks of prompts only where that is faster than torch, which takes one sequence after the other.
 """
@@ -19,6 +19,7 @@ from paceline.engine.attention import (
     gather_by_head,
     store_tokens,
 )
+from paceline.engine.device import HOST
 from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.paged_attention import (
     RaggedTables,
@@ -34,13 +35,20 @@ log = get_logger()
 
 def choose_attention(model: PreTrainedModel, wanted: str) -> None:
     """Makes a model that runs our attention run the wanted one; see `attention_name`."""
-    model.set_attn_implementation(attention_name(wanted))
+    model.set_attn_implementation(attention_name(wanted, model.device, model.dtype))
 
 
-def attention_name(wanted: str) -> str:
-    """Under which name `wanted` is registered: `torch`; `native`, or ConfigError; `auto`: native if it can be had, and a warning if not."""
+def attention_name(wanted: str, device: torch.device = HOST.place, dtype: torch.dtype = torch.float32) -> str:
+    """Under which name `wanted` is registered: `torch`; `native` on a CPU; `triton` on a GPU; ConfigError for what cannot be.
+
+    `auto` is the one that is made for the device, if it can be had, and torch's, with a warning, if not.
+    """
     if wanted == "torch":
         return ATTENTION_NAME
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        return _triton_name(wanted, device, dtype)
+    if device.type != "cpu":
+        raise ConfigError("--attention native is for CPUs; use triton or auto on a GPU")
     try:
         register()
     except NoKernelError as error:
@@ -49,6 +57,21 @@ def attention_name(wanted: str) -> str:
         log.warning("no_native_attention", reason=str(error))
         return ATTENTION_NAME
     return NATIVE_NAME
+
+
+def _triton_name(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        # Imported here: it takes a second, and few have it.
+        from paceline.engine.triton_attention import TRITON_NAME, require_computable  # noqa: PLC0415
+    except ImportError as error:
+        if wanted == "triton":
+            raise ConfigError(
+                f"--attention triton: {error}; pip install -c constraints.txt -e '.[gpu]'"
+            ) from error
+        log.warning("no_triton_attention", reason=str(error))
+        return ATTENTION_NAME
+    require_computable(device, dtype)
+    return TRITON_NAME
 
 
 def native_attention(

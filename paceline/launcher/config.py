@@ -58,6 +58,8 @@ _DECIDED_HERE = frozenset(
         "advertise",
         "worker_id",
         "model",
+        "device",
+        "gpu_turn",
         "dtype",
         "kv_dtype",
         "kv_transport",
@@ -133,6 +135,10 @@ class UpConfig:
     )
     model: str = option(
         DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
+    )
+    device: str = option(
+        "auto",
+        "what the workers compute on: cpu; cuda, the GPUs in turns; cuda:N, all on that one; auto: cuda where there is one",
     )
     dtype: str = option(
         "auto",
