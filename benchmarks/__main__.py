@@ -11,16 +11,18 @@ BENCHMARKS = {
     "exactness": "exact mode: bits over random schedules, and its cost beside fast mode",
     "fit": "real steps of a model, and the simulator's cost model fitted to them",
     "scheduling": "what each policy is worth: batching, cushion, victims, lanes, and what the scheduler costs",
+    "gpu": "on a GPU: kernels beside their plain forms, and decode and prefill beside the roofline",
     "kv": "the hand-over: bytes a second by transport, beside a plain copy",
     "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
     "quantization": "weights in 8 and 4 bits: perplexity, greedy choices, and steps beside the plain weights'",
+    "roofline": "memory bandwidth and matrix products of this machine, and our share of them; where a step's time goes",
     "router": "what the router adds to a request and to a token, and how many one process carries",
     "routing": "placement policies, simulated and on a real 2P2D: cache hits, TTFT, how evenly load is spread",
-    "serve": "a whole server under load, as users see it; beside vLLM or llama.cpp if they run",
+    "serve": "a whole server under load, as users see it; beside vLLM, llama.cpp, OpenVINO GenAI",
     "simulator": "a simulated run beside a real one of the same trace, and the simulator's speed",
 }
 # Where a benchmark is not in the module of its name.
-_MODULES = {"simulator": "simulator_accuracy", "serve": "serve.command"}
+_MODULES = {"simulator": "simulator_accuracy", "roofline": "roofline.command", "serve": "serve.command"}
 
 
 def main(argv: Sequence[str]) -> int:

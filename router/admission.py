@@ -18,6 +18,7 @@ from paceline.core.errors import DrainingError, QueueFullError, RateLimitedError
 from router.rate_limit import Grant, LimiterMode, Rate, RateLimiter
 from router.slots import RETRY_AFTER_S, Slots
 from router.tenants import Tenant
+from router.turnstile import Turnstile
 
 _NO_BOUND = 1 << 62
 _ONE_REQUEST = 1
@@ -135,10 +136,14 @@ class Visit:
 class AdmissionController:
     """Owned by the router's event loop."""
 
-    def __init__(self, door: Door, limiter: RateLimiter, slots: Slots) -> None:
+    def __init__(
+        self, door: Door, limiter: RateLimiter, slots: Slots, turnstile: Turnstile | None = None
+    ) -> None:
         self._door = door
         self._limiter = limiter
         self._slots = slots
+        # Of the two, where they can be asked together.
+        self._turnstile = turnstile
 
     @asynccontextmanager
     async def admit(self, tenant: Tenant, num_bytes: int) -> AsyncIterator[Visit]:
@@ -147,8 +152,8 @@ class AdmissionController:
         Raises DrainingError, QueueFullError or RateLimitedError; whoever is refused for want of room is not charged.
         """
         with self._door.enter(num_bytes) as position:
-            async with self._slot(tenant):
-                visit = Visit(position, tenant, self._limiter, await self.charge_request(tenant))
+            async with self._entered(tenant) as request:
+                visit = Visit(position, tenant, self._limiter, request)
                 try:
                     yield visit
                 finally:
@@ -159,9 +164,7 @@ class AdmissionController:
         if tenant.requests is None:
             return None
         grant = await self._limiter.take(_bucket(tenant, "requests"), tenant.requests, _ONE_REQUEST)
-        if grant.wait_us:
-            raise _rate_limited("requests", tenant.requests, grant)
-        return grant
+        return _granted(grant, tenant.requests)
 
     @property
     def limiter_mode(self) -> LimiterMode:
@@ -176,6 +179,17 @@ class AdmissionController:
         """A picture of now."""
         return self._door.stats()
 
+    @asynccontextmanager
+    async def _entered(self, tenant: Tenant) -> AsyncIterator[Grant | None]:
+        """Holds a slot, and has counted the request if there is a rate."""
+        most, rate, turnstile = tenant.max_concurrent, tenant.requests, self._turnstile
+        if turnstile is None or most is None or rate is None:
+            async with self._slot(tenant):
+                yield await self.charge_request(tenant)
+            return
+        async with turnstile.enter(tenant.name, most, _bucket(tenant, "requests"), rate) as grant:
+            yield _granted(grant, rate)
+
     def _slot(self, tenant: Tenant) -> AbstractAsyncContextManager[None]:
         if tenant.max_concurrent is None:
             return nullcontext()
@@ -183,7 +197,15 @@ class AdmissionController:
 
 
 def _bucket(tenant: Tenant, unit: str) -> str:
-    return f"{unit}:{tenant.name}"
+    """What stands in braces is the same in the name of the tenant's slots."""
+    return f"{unit}:{{{tenant.name}}}"
+
+
+def _granted(grant: Grant, rate: Rate) -> Grant:
+    """A grant of a request, or RateLimitedError."""
+    if grant.wait_us:
+        raise _rate_limited("requests", rate, grant)
+    return grant
 
 
 def _rate_limited(unit: str, rate: Rate, grant: Grant) -> RateLimitedError:

@@ -55,6 +55,8 @@ class DecodeHandle:
         self._given_s = -inf
         # Whether the worker has the prompt's KV, and so has given the lease back.
         self.has_kv = False
+        # Whether the sequence has its first tokens, from here or from whoever computed the prompt.
+        self.has_tokens = is_handed_over
         self._phase = "transfer" if is_handed_over else "queued"
         # One that says nothing does not hold anybody past it.
         self._deadline = self._expiring(spec.time_budget_s)
@@ -102,6 +104,7 @@ class DecodeHandle:
             self.fail(error_from_reason(failed.reason, failed.message, self._link.peer, failed.facts))
             return
         self.has_kv |= kind == "kv_received"
+        self.has_tokens |= kind == "tokens"
         self._phase = _PHASE_AFTER.get(kind or "", self._phase)
         self._events.append(event)
         self._arrived.set()

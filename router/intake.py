@@ -1,6 +1,8 @@
 """What a client sends becomes work for the workers here, or is refused: parsed, tokenised, measured against all limits."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.core.clock import monotonic
@@ -26,6 +28,8 @@ from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 
 _MAX_BYTES_PER_TOKEN = 16
+# Read in less time than it takes to refuse somebody: it need not wait until its sender has been let in.
+_SHORT_BYTES = 1024
 # A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
 _DEADLINE_MARGIN_S = 0.05
 
@@ -38,6 +42,14 @@ class Call:
     job: Job
     output: OutputStream
     visit: Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a client has sent, and what is read of it already, or why it cannot be."""
+
+    raw: bytes
+    early: "asyncio.Task[tuple[Request, tuple[int, ...]]] | None" = None
 
 
 class Intake:
@@ -57,16 +69,36 @@ class Intake:
         self._scopes = scopes
         self._gate = gate
 
-    async def read(
-        self, raw: bytes, request_id: RequestId, visit: Visit, time_remaining_s: float | None
+    @contextmanager
+    def reading(self, raw: bytes, tenant: Tenant) -> Iterator[Reading]:
+        """Reads what is short while Redis is asked whether its sender may come in. Nobody hears what is wrong with it before that."""
+        if len(raw) > _SHORT_BYTES:
+            yield Reading(raw)
+            return
+        early = asyncio.create_task(self._read_meanwhile(raw, tenant))
+        early.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            yield Reading(raw, early)
+        finally:
+            early.cancel()
+
+    async def _read_meanwhile(self, raw: bytes, tenant: Tenant) -> tuple[Request, tuple[int, ...]]:
+        # Begun before Redis is asked, and to go on once that has left.
+        await asyncio.sleep(0)
+        return await self._read(raw, tenant)
+
+    async def _read(self, raw: bytes, tenant: Tenant) -> tuple[Request, tuple[int, ...]]:
+        request = parse_generate(raw, self.limits(tenant))
+        tenant.require_priority(request.priority)
+        return request, await self._tokenizer.aencode(request.prompt)
+
+    async def take(
+        self, reading: Reading, request_id: RequestId, visit: Visit, time_remaining_s: float | None
     ) -> Call:
-        """Everything before the first worker hears of the request; raises what refuses it."""
+        """Everything before the first worker hears of a request that was let in; raises what refuses it."""
         timeline = RequestTimeline()
-        limits = self.limits(visit.tenant)
-        request = parse_generate(raw, limits)
-        visit.tenant.require_priority(request.priority)
-        prompt_ids = await self._tokenizer.aencode(request.prompt)
-        job = self._job(request, request_id, prompt_ids, limits, timeline, visit.tenant)
+        request, prompt_ids = await (reading.early or self._read(reading.raw, visit.tenant))
+        job = self._job(request, request_id, prompt_ids, timeline, visit.tenant)
         if time_remaining_s is not None:
             job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
             if job.deadline_s <= monotonic():
@@ -136,11 +168,10 @@ class Intake:
         request: Request,
         request_id: RequestId,
         prompt_ids: tuple[int, ...],
-        limits: RequestLimits,
         timeline: RequestTimeline,
         tenant: Tenant,
     ) -> Job:
-        num_prompt = len(prompt_ids)
+        limits, num_prompt = self.limits(tenant), len(prompt_ids)
         if num_prompt > limits.max_prompt_tokens:
             raise PromptTooLongError(limit=limits.max_prompt_tokens, given=num_prompt)
         check_prompt_logprobs(request, num_prompt)

@@ -43,6 +43,8 @@ class OutputStream:
         self._num_prompt_tokens = num_prompt_tokens
         self._queue_position = queue_position
         self._num_cached_tokens: int | None = None
+        # What is told of the computed prompt, until the first tokens are: they do not wait for it to be sent.
+        self._prefill_done: inference_pb2.PrefillDone | None = None
         self._is_accepted = False
         self._num_responses = 0
         # Set once every candidate has ended: how the last one did.
@@ -65,7 +67,8 @@ class OutputStream:
             case PromptProgress():
                 return self._progress(event)
             case PromptComputed():
-                return self._prompt_computed(event)
+                self._prompt_computed(event)
+                return []
             case Tokens():
                 return self._tokens(event)
 
@@ -91,18 +94,22 @@ class OutputStream:
         )
         return [self._response(progress=progress)]
 
-    def _prompt_computed(self, event: PromptComputed) -> list[_Response]:
+    def _prompt_computed(self, event: PromptComputed) -> None:
         # Later attempts compute the prompt again; for the client it happened once.
         if self._num_cached_tokens is not None:
-            return []
+            return
         self._num_cached_tokens = event.num_cached_tokens
-        done = inference_pb2.PrefillDone(
+        self._prefill_done = inference_pb2.PrefillDone(
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=event.num_cached_tokens,
             prefill_worker=event.worker,
             prompt_logprobs=event.prompt_logprobs,
         )
-        return [self._response(prefill_done=done)]
+
+    def _told_prompt(self) -> list[_Response]:
+        """That the prompt is computed, once."""
+        done, self._prefill_done = self._prefill_done, None
+        return [] if done is None else [self._response(prefill_done=done)]
 
     def _tokens(self, event: Tokens) -> list[_Response]:
         # The token that ends the output is no part of its text, unless the client wants to see it.
@@ -133,12 +140,13 @@ class OutputStream:
         ]
 
     def _delta(self, text: str, event: Tokens) -> list[_Response]:
+        """New output, and after the first of it that the prompt is computed."""
         if not text and not event.token_ids:
-            return []
+            return self._told_prompt()
         self._candidates[event.candidate].num_output_tokens += len(event.token_ids)
         logprobs = map(logprob_to_proto, event.logprobs)
         delta = inference_pb2.Delta(text=text, token_ids=event.token_ids, logprobs=logprobs)
-        return [self._response(event.candidate, delta=delta)]
+        return [self._response(event.candidate, delta=delta), *self._told_prompt()]
 
     def _finish(
         self,

@@ -61,25 +61,28 @@ def pour(level: Level, rate: Rate, cost: int, now_us: int) -> tuple[Level, int]:
     return Level(wanted, now_us), 0
 
 
-# `pour` on the server's own clock. KEYS: a bucket, "<filled>:<at>". ARGV: units a minute, burst, cost. Gives the wait.
+# `pour` on the server's own clock. The key is a bucket, "<filled>:<at>". The first of ARGV: units a minute, burst, cost. Gives the wait.
 # A key ends when its bucket is empty, whatever is asked of it in between; garbage counts as an empty bucket.
-POUR = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local rate, burst, cost, minute = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), 60000000
-local value = redis.pcall('GET', KEYS[1])
-local filled, at = string.match(type(value) == 'string' and value or '', '^(%d+):(%d+)$')
-local left = math.max(0, tonumber(filled or 0) - math.max(0, now - tonumber(at or now)) * rate)
-local wanted = math.max(0, left + cost * minute)
-local over, wait = wanted - burst * minute, 0
-if cost > 0 and over > 0 then wanted, wait = left, math.ceil(over / rate) end
-if wanted > 0 then
-  redis.call('SET', KEYS[1], string.format('%.0f:%.0f', wanted, now), 'PX', math.ceil(wanted / rate / 1000))
-else
-  redis.call('DEL', KEYS[1])
+POUR_INTO = """
+local function pour_into(key)
+  local time = redis.call('TIME')
+  local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+  local rate, burst, cost, minute = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), 60000000
+  local value = redis.pcall('GET', key)
+  local filled, at = string.match(type(value) == 'string' and value or '', '^(%d+):(%d+)$')
+  local left = math.max(0, tonumber(filled or 0) - math.max(0, now - tonumber(at or now)) * rate)
+  local wanted = math.max(0, left + cost * minute)
+  local over, wait = wanted - burst * minute, 0
+  if cost > 0 and over > 0 then wanted, wait = left, math.ceil(over / rate) end
+  if wanted > 0 then
+    redis.call('SET', key, string.format('%.0f:%.0f', wanted, now), 'PX', math.ceil(wanted / rate / 1000))
+  else
+    redis.call('DEL', key)
+  end
+  return wait
 end
-return wait
 """
+POUR = POUR_INTO + "return pour_into(KEYS[1])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +173,12 @@ class RedisRateLimiter:
 
     async def take(self, name: str, rate: Rate, cost: int) -> Grant:
         """See RateLimiter."""
-        on_abandoned = partial(self._take_back, name, rate, cost)
+        on_abandoned = partial(self.take_back, name, rate, cost)
         reply = await self._calls.answer(self._script(name, rate, cost), self._budget_s, on_abandoned)
+        return self.grant_of(reply, name, rate, cost)
+
+    def grant_of(self, reply: object, name: str, rate: Rate, cost: int) -> Grant:
+        """What the script's answer means; where it is none, what is decided here instead."""
         if _is_wait(reply):
             return Grant(reply, is_shared=True)
         self._num_strict += 1
@@ -188,8 +195,8 @@ class RedisRateLimiter:
         if self._giving_back is None or self._giving_back.done():
             self._giving_back = asyncio.create_task(self._give_all_back())
 
-    def _take_back(self, name: str, rate: Rate, cost: int, reply: object) -> None:
-        """Whoever asked has left before it was told, and so uses nothing."""
+    def take_back(self, name: str, rate: Rate, cost: int, reply: object) -> None:
+        """Whoever asked has left before it was told, and so uses nothing. `reply` is the script's answer."""
         if _is_wait(reply) and reply == 0:
             self.give_back(name, rate, cost, Grant(reply, is_shared=True))
 
@@ -220,8 +227,17 @@ class RedisRateLimiter:
         return Rate(max(1, rate.per_minute // self._num_routers), cost)
 
     def _script(self, name: str, rate: Rate, cost: int) -> Callable[[], Awaitable[object]]:
-        arguments = [rate.per_minute, rate.burst, cost]
-        return partial(self._calls.run_script, POUR, [_KEY + name], arguments)
+        return partial(self._calls.run_script, POUR, [bucket_key(name)], words_of(rate, cost))
+
+
+def bucket_key(name: str) -> str:
+    """Where Redis has a bucket."""
+    return _KEY + name
+
+
+def words_of(rate: Rate, cost: int) -> list[int]:
+    """What the script is told."""
+    return [rate.per_minute, rate.burst, cost]
 
 
 def _is_wait(reply: object) -> TypeGuard[int]:

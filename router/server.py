@@ -37,6 +37,7 @@ from router.service import SERVICE_NAME, InferenceServicer
 from router.slots import LocalSlots, RedisSlots, Slots
 from router.tenants import Tenants
 from router.tokenizer import Tokenizer, keep_torch_out
+from router.turnstile import Turnstile
 from router.worker_sources import sources_of
 from router.workers import WorkerRegistry
 
@@ -70,9 +71,10 @@ async def _serve(config: RouterConfig, stop: asyncio.Event) -> None:
     async with (
         _discovery(config, registry) as discovery,
         _index(config) as index,
-        _counters(config) as (limiter, slots),
+        _counters(config) as (limiter, slots, turnstile),
     ):
-        admission = AdmissionController(Door(config.max_requests, config.max_request_bytes), limiter, slots)
+        door = Door(config.max_requests, config.max_request_bytes)
+        admission = AdmissionController(door, limiter, slots, turnstile)
         observed = RequestMetrics()
         timed = InstrumentedIndex(index, observed)
         dispatcher = InstrumentedDispatcher(Dispatcher(config, registry, timed, registry.channels), observed)
@@ -142,17 +144,17 @@ def _secret(config: RouterConfig) -> bytes:
 
 
 @asynccontextmanager
-async def _counters(config: RouterConfig) -> AsyncIterator[tuple[RateLimiter, Slots]]:
-    """Who counts what tenants take: all routers together in Redis, or this one."""
+async def _counters(config: RouterConfig) -> AsyncIterator[tuple[RateLimiter, Slots, Turnstile | None]]:
+    """Who counts what tenants take: all routers together in Redis, which both ask together, or this one."""
     if not (config.tenants and config.redis):
-        yield LocalRateLimiter(mode="local" if config.tenants else "none"), LocalSlots()
+        yield LocalRateLimiter(mode="local" if config.tenants else "none"), LocalSlots(), None
         return
     calls, budget_s, num_routers = RedisCalls(config.redis), config.limiter_budget_s, config.limiter_routers
     limiter = RedisRateLimiter(calls, budget_s=budget_s, num_routers=num_routers)
     slots = RedisSlots(calls, budget_s=budget_s, num_routers=num_routers)
     keeping = asyncio.create_task(slots.keep())
     try:
-        yield limiter, slots
+        yield limiter, slots, Turnstile(calls, slots, limiter, budget_s)
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

@@ -112,11 +112,12 @@ class InferenceServicer:
             with self._counted(end):
                 tenant = self._tenants.of_call(context.invocation_metadata())
                 session_id = session_id_of(context.invocation_metadata())
-                async with self._admission.admit(tenant, len(raw)) as visit:
-                    call = await self._intake.read(raw, request_id, visit, context.time_remaining())
-                    call.job.session_id = session_id
-                    with Sender(context, self._max_unread_s) as sender:
-                        await self._run(call, end, sender)
+                with self._intake.reading(raw, tenant) as reading:
+                    async with self._admission.admit(tenant, len(raw)) as visit:
+                        call = await self._intake.take(reading, request_id, visit, context.time_remaining())
+                        call.job.session_id = session_id
+                        with Sender(context, self._max_unread_s) as sender:
+                            await self._run(call, end, sender)
 
     async def Tokenize(self, raw: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turns text or a chat into token ids."""

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Protocol
@@ -20,18 +20,22 @@ LEASE_S = 30
 _RENEW_S = 10.0
 _KEY = "paceline:slots:"
 
-# KEYS: a tenant's slots, each with the microsecond of the server's clock at which it ends. ARGV: a new slot, how many there may be,
-# the seconds of a lease, and slots that are let go first. Gives 1 when it was taken, else 0.
-TAKE = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-for i = 4, #ARGV do redis.call('ZREM', KEYS[1], ARGV[i]) end
-if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
-redis.call('ZADD', KEYS[1], now + ARGV[3] * 1000000, ARGV[1])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-return 1
+# The key is a tenant's slots, each with the microsecond of the server's clock at which it ends. ARGV, behind the first `skip`: a new
+# slot, how many there may be, the seconds of a lease, and slots that are let go first. Gives 1 when it was taken, else 0.
+TAKE_SLOT = """
+local function take_slot(key, skip)
+  local time = redis.call('TIME')
+  local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+  local slot, most, lease = ARGV[skip + 1], tonumber(ARGV[skip + 2]), ARGV[skip + 3]
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', now)
+  for i = skip + 4, #ARGV do redis.call('ZREM', key, ARGV[i]) end
+  if redis.call('ZCARD', key) >= most then return 0 end
+  redis.call('ZADD', key, now + lease * 1000000, slot)
+  redis.call('EXPIRE', key, lease)
+  return 1
+end
 """
+_TAKE = TAKE_SLOT + "return take_slot(KEYS[1], 0)"
 
 # ARGV: the seconds of a lease, how many slots are let go, those, and then those that are held for as long again. What the
 # server has lost meanwhile is there again.
@@ -44,6 +48,10 @@ for i = first_held, #ARGV do redis.call('ZADD', KEYS[1], ends, ARGV[i]) end
 if #ARGV >= first_held then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
 return 1
 """
+
+
+# Puts the question of a new slot, whose words those are, to Redis; the script's answer.
+AskForSlot = Callable[[Sequence[str | int]], Awaitable[object]]
 
 
 class Slots(Protocol):
@@ -90,15 +98,23 @@ class RedisSlots:
         self._has_released = asyncio.Event()
         self._next_renewal_s = clock() + _RENEW_S
 
-    @asynccontextmanager
-    async def hold(self, tenant: str, most: int) -> AsyncIterator[None]:
+    def hold(self, tenant: str, most: int) -> AbstractAsyncContextManager[None]:
         """See Slots."""
+
+        async def ask(words: Sequence[str | int]) -> object:
+            """By itself."""
+            taking = partial(self._calls.run_script, _TAKE, [slots_key(tenant)], words)
+            return await self._calls.answer(taking, self._budget_s)
+
+        return self.hold_by(ask, tenant, most)
+
+    @asynccontextmanager
+    async def hold_by(self, ask: AskForSlot, tenant: str, most: int) -> AsyncIterator[None]:
+        """The same, for who has more to ask at once."""
         slot = f"{self._router}:{next(self._numbers)}"
-        arguments = [slot, most, LEASE_S, *self._released.get(tenant, ())]
-        taking = partial(self._calls.run_script, TAKE, [_KEY + tenant], arguments)
         reply: object = None
         try:
-            reply = await self._calls.answer(taking, self._budget_s)
+            reply = await ask([slot, most, LEASE_S, *self._released.get(tenant, ())])
             if reply == 0 or not self._has_room(tenant, most, is_shared=reply == 1):
                 raise _full(most)
             self._held[tenant].add(slot)
@@ -135,7 +151,9 @@ class RedisSlots:
         for tenant in set(self._released) | (set(self._held) if with_held else set()):
             gone = frozenset(self._released.get(tenant, ()))
             held = self._held.get(tenant, ()) if with_held else ()
-            told = partial(self._calls.run_script, KEEP, [_KEY + tenant], [LEASE_S, len(gone), *gone, *held])
+            told = partial(
+                self._calls.run_script, KEEP, [slots_key(tenant)], [LEASE_S, len(gone), *gone, *held]
+            )
             await self._calls.answer(told, self._calls.limit_s)
             self._released[tenant] -= gone
             if not self._released[tenant]:
@@ -156,6 +174,11 @@ class RedisSlots:
                 del self._held[tenant]
         self._released[tenant].add(slot)
         self._has_released.set()
+
+
+def slots_key(tenant: str) -> str:
+    """Where Redis has a tenant's slots. What stands in braces decides which server of a Redis Cluster that is: that of its rates."""
+    return f"{_KEY}{{{tenant}}}"
 
 
 def _full(most: int) -> QueueFullError:

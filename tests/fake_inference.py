@@ -48,7 +48,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802 - the contract's name
         self, request: inference_pb2.GenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Accepted, PrefillDone, a delta for each word, Finish."""
+        """Accepted, a delta for each word, PrefillDone behind the first one, Finish."""
         self.requests.append(request)
         self._note_key(context)
         prompt = _last_words(request)
@@ -112,15 +112,17 @@ async def _answer(
     prompt: str, n: int, *, tells_prompt: bool
 ) -> AsyncIterator[inference_pb2.GenerateResponse]:
     yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id=secrets.token_hex(16)))
+    first, *words = prompt.split(" ")
+    for index in range(n):
+        yield _delta(first, 0, index)
     yield inference_pb2.GenerateResponse(
         prefill_done=inference_pb2.PrefillDone(
             prompt_tokens=3, prompt_logprobs=PROMPT_LOGPROBS * tells_prompt
         )
     )
-    words = prompt.split(" ")
-    for position, word in enumerate(words):
+    for position, word in enumerate(words, 1):
         for index in range(n):
-            yield _delta(word if position == 0 else f" {word}", position, index)
+            yield _delta(f" {word}", position, index)
     while prompt == FLOOD:
         yield _delta(" water" * 100, 0)
     if prompt == ENDLESS:
@@ -128,8 +130,8 @@ async def _answer(
     for index in range(n):
         # Candidates differ by a last word of their own.
         if index > 0:
-            yield _delta(f" {index}", len(words), index)
-        yield inference_pb2.GenerateResponse(index=index, finish=_finish(len(words)))
+            yield _delta(f" {index}", len(words) + 1, index)
+        yield inference_pb2.GenerateResponse(index=index, finish=_finish(len(words) + 1))
 
 
 def _delta(text: str, token_id: int, index: int = 0) -> inference_pb2.GenerateResponse:

@@ -42,7 +42,7 @@ async def test_generate_yields_the_events_as_they_come(client: PacelineClient) -
     """Every event of the server reaches the caller, in order."""
     events = [event async for event in client.generate("one two")]
     kinds = [event.WhichOneof("event") for event in events]
-    assert kinds == ["accepted", "prefill_done", "delta", "delta", "finish"]
+    assert kinds == ["accepted", "delta", "prefill_done", "delta", "finish"]
 
 
 async def test_generate_text_collects_the_answer(client: PacelineClient) -> None:

@@ -2,32 +2,39 @@
 
 import argparse
 import asyncio
-import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.serve.drive import Life, drive
-from benchmarks.serve.figures import figures, medians, table
+from benchmarks.serve.figures import figures, medians, ratios, table
 from benchmarks.serve.flags import make_parser
-from benchmarks.serve.memory import watch_peak
-from benchmarks.serve.targets import OURS, PacelineTarget, Target, completions_target
-from benchmarks.serve.workloads import Asked, Workload, chosen, traced
+from benchmarks.serve.peers import Peer, peers_of
+from benchmarks.serve.servers import (
+    Server,
+    own_server,
+    peer_server,
+    require_peers,
+    running_server,
+    vocab_size_of,
+)
+from benchmarks.serve.targets import OURS
+from benchmarks.serve.workloads import Asked, Workload, chosen, traced, warm_up
 from benchmarks.simulator.options import say, write_json
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.records import Result
 from benchmarks.simulator.slo import Slo
 from benchmarks.simulator.trace import Trace
-from paceline.client import PacelineClient
-from paceline.client_error import PacelineRpcError
 from paceline.core.errors import ConfigError
-from paceline.launcher.cluster import LocalCluster
 from paceline.launcher.config import UpConfig
 from paceline.launcher.models import resolve_model
+
+Opener = Callable[[], AbstractAsyncContextManager[Server]]
 
 
 @dataclass(slots=True)
@@ -36,104 +43,97 @@ class _Found:
 
     runs: defaultdict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
     lives: defaultdict[str, dict[str, list[Life]]] = field(default_factory=lambda: defaultdict(dict))
-    of_start: dict[str, float] = field(default_factory=dict)
-
-    def note_memory(self, num_bytes: int) -> None:
-        """What our processes take now."""
-        self.of_start["peak_rss_mb"] = max(self.of_start.get("peak_rss_mb", 0.0), num_bytes / 1e6)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the table; 1 when a request of ours failed."""
     args = make_parser().parse_args(argv)
-    found = asyncio.run(_run(args, load_trace(args.trace) if args.trace else None))
-    ours = {**found.of_start, **medians(found.runs.pop(OURS))}
-    others = {name: medians(runs) for name, runs in found.runs.items()}
+    peers = peers_of(args.against, args.start)
+    require_peers(peers)
+    found = asyncio.run(_run(args, peers, load_trace(args.trace) if args.trace else None))
+    ours = medians(found.runs[OURS])
+    others = {name: medians(runs) for name, runs in found.runs.items() if name != OURS}
     print(table(ours, others))
-    numbers: dict[str, Any] = dict(ours)
-    for name, theirs in others.items():
-        numbers |= {f"{name}_{key}": number for key, number in theirs.items()}
-    write_json(args.json, numbers)
+    write_json(args.json, _numbers(ours, others) | {"runs": found.runs})
     _draw(args.plots, args.slo, found.lives)
     return int(any(number for key, number in ours.items() if key.endswith("_failed")))
 
 
-async def _run(args: argparse.Namespace, trace: Trace | None) -> _Found:
+def _numbers(ours: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """For programs: ours by their keys, others' with a name in front, and ours over theirs."""
+    numbers: dict[str, Any] = dict(ours)
+    for name, theirs in others.items():
+        numbers |= {f"{name}_{key}": number for key, number in theirs.items()}
+        numbers |= {f"{key}_over_{name}": ratio for key, ratio in ratios(ours, theirs).items()}
+    return numbers
+
+
+async def _run(args: argparse.Namespace, peers: Sequence[Peer], trace: Trace | None) -> _Found:
+    """Each run starts anew what the benchmark starts: what a start takes is measured as often as all the rest."""
     found = _Found()
-    async with AsyncExitStack() as stack:
-        targets: list[Target] = [
-            await stack.enter_async_context(completions_target(text)) for text in args.against
-        ]
-        _require_different([target.name for target in targets])
-        ours, vocab_size = await stack.enter_async_context(_our_server(args, found))
-        for run in range(args.repeats):
-            asked = Asked(time.time_ns(), vocab_size, args.concurrency, args.rate)
-            workloads = chosen(args.workloads, asked)
-            if trace:
-                workloads.append(traced(trace, asked))
-            # Who is first has a turn each time: whatever warms up or slows down meets all.
-            order = [ours, *targets] if run % 2 == 0 else [*targets, ours]
-            await _take_turns(found, workloads, order, args, f"run {run + 1} of {args.repeats}")
+    ours, vocab_size = _our_opener(args)
+    for run in range(args.repeats):
+        asked = Asked(time.time_ns(), vocab_size, args.concurrency, args.rate)
+        workloads = chosen(args.workloads, asked)
+        if trace:
+            workloads.append(traced(trace, asked))
+        # Who is first has a turn each time: whatever warms up or slows down meets all.
+        openers: list[Opener] = [*(partial(peer_server, peer) for peer in peers), ours]
+        async with _all_open(openers if run % 2 == 0 else openers[::-1]) as servers:
+            await _warm_up(servers, asked)
+            await _take_turns(found, workloads, servers[::-1], args.slo, f"run {run + 1} of {args.repeats}")
     return found
 
 
+@asynccontextmanager
+async def _all_open(openers: Sequence[Opener]) -> AsyncIterator[list[Server]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(opener()) for opener in openers]
+
+
+async def _warm_up(servers: Sequence[Server], asked: Asked) -> None:
+    for server in servers:
+        await drive(warm_up(asked), server.target)
+
+
 async def _take_turns(
-    found: _Found, workloads: Sequence[Workload], order: Sequence[Target], args: argparse.Namespace, when: str
+    found: _Found, workloads: Sequence[Workload], servers: Sequence[Server], slo: Slo | None, when: str
 ) -> None:
     """One run: each workload on each server."""
-    numbers: dict[str, dict[str, float]] = {target.name: {} for target in order}
+    numbers: dict[str, dict[str, float]] = {server.target.name: {} for server in servers}
     for workload in workloads:
-        for target in order:
-            say(f"{when}: {workload.key}, {workload.num_turns} requests, on {target.name}")
-            lives = await drive(workload, target)
-            numbers[target.name] |= figures(workload.key, lives, args.slo)
-            found.lives[workload.key][target.name] = lives
+        for server in servers:
+            name = server.target.name
+            say(f"{when}: {workload.key}, {workload.num_turns} requests, on {name}")
+            if (lives := await _lives_of(workload, server)) is None:
+                continue
+            numbers[name] |= figures(workload.key, lives, slo)
+            found.lives[workload.key][name] = lives
             for reason in sorted({life.record.reason for life in lives if life.record.reason}):
                 say(f"  failed: {reason}")
-    for name, each in numbers.items():
-        found.runs[name].append(each)
+    for server in servers:
+        found.runs[server.target.name].append(server.figures | numbers[server.target.name])
 
 
-@asynccontextmanager
-async def _our_server(args: argparse.Namespace, found: _Found) -> AsyncIterator[tuple[PacelineTarget, int]]:
+async def _lives_of(workload: Workload, server: Server) -> list[Life] | None:
+    """None of a workload that another server cannot be asked for."""
+    try:
+        async with server.watched():
+            return await drive(workload, server.target)
+    except ConfigError as error:
+        say(f"  left out: {error}")
+        return None
+
+
+def _our_opener(args: argparse.Namespace) -> tuple[Opener, int]:
     """Ours, and how many tokens its model knows."""
     if args.address:
-        async with PacelineClient(args.address, api_key=args.api_key) as client:
-            await _require_answer(client, args.address)
-            yield PacelineTarget(client), args.vocab_size
-        return
+        return partial(running_server, args.address, args.api_key), args.vocab_size
     model = resolve_model(args.model, say)
-    facts = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    # Of a model of text and more, it is its text part's.
-    vocab_size = int(facts.get("vocab_size") or facts["text_config"]["vocab_size"])
     config = UpConfig(
         topology=args.topology, dtype=args.dtype, runner=args.runner, config=args.config, port=0
     )
-    begin_s = time.perf_counter()
-    async with LocalCluster(config, model, say=say) as cluster, PacelineClient(cluster.address) as client:
-        await _require_answer(client, cluster.address)
-        found.of_start["start_to_first_answer_s"] = time.perf_counter() - begin_s
-        watching = asyncio.create_task(watch_peak(lambda: list(cluster.pids.values()), found.note_memory))
-        try:
-            yield PacelineTarget(client), vocab_size
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-
-async def _require_answer(client: PacelineClient, address: str) -> None:
-    """Raises ConfigError when there is none, before minutes pass in asking for others."""
-    try:
-        await client.generate_text("The sky is", max_tokens=1)
-    except PacelineRpcError as error:
-        raise ConfigError(f"the server at {address} does not answer: {error}") from error
-
-
-def _require_different(names: Sequence[str]) -> None:
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"--against: two servers are called {max(names, key=names.count)}; say NAME=URL of each"
-        )
+    return partial(own_server, config, model), vocab_size_of(model)
 
 
 def _draw(directory: Path | None, slo: Slo | None, lives: Mapping[str, Mapping[str, Sequence[Life]]]) -> None:

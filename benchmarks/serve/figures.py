@@ -50,11 +50,21 @@ def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
+def ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Ours over theirs, of each key that both have; failures are no measure."""
+    return {
+        key: number / theirs[key]
+        for key, number in ours.items()
+        if theirs.get(key) and not key.endswith("_failed")
+    }
+
+
 def table(ours: Mapping[str, float], others: Mapping[str, Mapping[str, float]]) -> str:
     """A line a key: ours, and each other server's with what ours is of it."""
     heads = f"{'':<36}{'paceline':>12}" + "".join(f"{name:>14}{'ours / it':>11}" for name in others)
+    beside = [(theirs, ratios(ours, theirs)) for theirs in others.values()]
     lines = [
-        f"{key:<36}{number:>12.2f}" + "".join(_beside(number, other.get(key)) for other in others.values())
+        f"{key:<36}{number:>12.2f}" + "".join(_cell(theirs.get(key), of.get(key)) for theirs, of in beside)
         for key, number in ours.items()
     ]
     return "\n".join([heads, *lines])
@@ -70,7 +80,6 @@ def _ms(seconds: Sequence[float], share: float) -> float:
     return 1e3 * percentile(seconds, share)
 
 
-def _beside(ours: float, theirs: float | None) -> str:
-    if theirs is None:
-        return f"{'-':>14}{'':>11}"
-    return f"{theirs:>14.2f}" + (f"{ours / theirs:>11.2f}" if theirs else f"{'':>11}")
+def _cell(theirs: float | None, ratio: float | None) -> str:
+    number = f"{'-':>14}" if theirs is None else f"{theirs:>14.2f}"
+    return number + (f"{'':>11}" if ratio is None else f"{ratio:>11.3f}")

@@ -18,7 +18,7 @@ workloads:
 {workloads}
 
 Without --address a cluster is started, and its start and its memory are measured too. With --against the same prompts go to other
-servers, turn by turn; the table shows ours over theirs. Rates and times on a machine that others share are worth their ratios only.
+servers, turn by turn; the table shows ours over theirs. What is started here is started anew in each run. Rates and times on a machine that others share are worth their ratios only.
 """
 
 
@@ -73,7 +73,15 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="another server's completions API, such as vllm=http://127.0.0.1:8000/v1",
+        help="another server's completions API, such as vllm=http://127.0.0.1:8000/v1; or OpenVINO GenAI in a process "
+        "of its own, such as openvino:DIR or ov=openvino:DIR?max_num_batched_tokens=512",
+    )
+    parser.add_argument(
+        "--start",
+        action="append",
+        default=[],
+        metavar="NAME='COMMAND'",
+        help="starts one of --against in each run, and measures its start and its memory too",
     )
     parser.add_argument("--address", metavar="HOST:PORT", help="a Paceline server that runs already")
     parser.add_argument("--api-key", metavar="KEY", help="for --address")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import httpx2
@@ -14,8 +14,10 @@ from paceline.core.errors import ConfigError
 # What the figures of our own server are called by.
 OURS = "paceline"
 # A server that is silent for so long has failed.
-_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
 _DONE = "data: [DONE]"
+# Token ids that every model has.
+_FIRST_PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 class RefusedError(Exception):
@@ -49,7 +51,7 @@ class PacelineTarget:
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """See Target.answer."""
         options = GenerateOptions(
-            max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0, timeout_s=_TIMEOUT_S
+            max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0, timeout_s=TIMEOUT_S
         )
         try:
             async for event in self._client.generate(prompt_ids, **options):
@@ -62,13 +64,14 @@ class PacelineTarget:
 class CompletionsTarget:
     """A server at `url`, such as http://127.0.0.1:8000/v1, that answers POST /completions with server-sent events.
 
-    vLLM and llama.cpp do. Prompts are token ids. A part that does not say its tokens' ids counts as one token, of no known id.
+    vLLM and llama.cpp do. Prompts are token ids. Of a part that does not say its tokens' ids their number is taken, if it says that: llama.cpp
+    keeps the text of a token back until a character is whole. Else a part counts as one token.
     """
 
     def __init__(self, http: httpx2.AsyncClient, name: str, url: str, model: str) -> None:
         self.name = name
         self._http = http
-        self._url = f"{url.rstrip('/')}/completions"
+        self._url = f"{url}/completions"
         self._model = model
 
     async def answer(
@@ -83,20 +86,25 @@ class CompletionsTarget:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "timings_per_token": True,
         }
+        num_known = 0
         try:
             async with self._http.stream("POST", self._url, json=request) as response:
                 if response.status_code != httpx2.codes.OK:
                     said = (await response.aread()).decode(errors="replace")
                     raise RefusedError(f"{self._url} answers {response.status_code}: {said[:200]}")
                 async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != _DONE and (token_ids := self._tokens_of(line)):
+                    if not line.startswith("data: ") or line == _DONE:
+                        continue
+                    if token_ids := self._tokens_of(line, num_known):
+                        num_known += len(token_ids)
                         yield token_ids
         except httpx2.HTTPError as error:
             raise RefusedError(f"{self._url}: {str(error) or type(error).__name__}") from error
 
-    def _tokens_of(self, line: str) -> tuple[int, ...]:
-        """The tokens of one event; -1 where it has text and does not say which token that is."""
+    def _tokens_of(self, line: str, num_known: int) -> tuple[int, ...]:
+        """The tokens of one event after so many; -1 where it does not say which token that is."""
         try:
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
@@ -105,33 +113,42 @@ class CompletionsTarget:
                 return ()
             if (token_ids := choices[0].get("token_ids")) is not None:
                 return tuple(token_ids)
+            if (num_tokens := event.get("timings", {}).get("predicted_n")) is not None:
+                return (-1,) * (int(num_tokens) - num_known)
             return (-1,) if choices[0].get("text") else ()
         except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
             raise RefusedError(f"{self._url} sends what is no completion: {line[:200]}") from error
 
 
 @asynccontextmanager
-async def completions_target(text: str) -> AsyncIterator[CompletionsTarget]:
-    """The server that `--against NAME=URL` or `--against URL` names; raises ConfigError when it does not say what it serves."""
-    name, is_named, url = text.partition("=") if "=" in text.partition("://")[0] else ("other", "", text)
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--against {text}: say NAME=http://HOST:PORT/v1")
-    if name == OURS:
-        raise ConfigError(f"--against {text}: {OURS} is what our own server is called")
-    if is_named and not name.isidentifier():
-        raise ConfigError(f"--against {text}: {name!r} is no name of letters, digits and _")
-    async with httpx2.AsyncClient(
-        timeout=_TIMEOUT_S, limits=httpx2.Limits(max_connections=None), trust_env=False
-    ) as http:
-        yield CompletionsTarget(http, name, url, await _model_at(http, url))
+async def http_client() -> AsyncIterator[httpx2.AsyncClient]:
+    """As many connections as there are requests, and patience.
+
+    None is used twice: a server may close one that is idle at the moment in which the next request takes it.
+    """
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(timeout=TIMEOUT_S, limits=limits, trust_env=False) as http:
+        yield http
 
 
-async def _model_at(http: httpx2.AsyncClient, url: str) -> str:
+async def completions_target(http: httpx2.AsyncClient, name: str, url: str) -> CompletionsTarget:
+    """The server at `url`; raises ConfigError when it does not say what it serves."""
     try:
-        response = await http.get(f"{url.rstrip('/')}/models", timeout=10.0)
+        response = await http.get(f"{url}/models", timeout=10.0)
         model: str = response.json()["data"][0]["id"]
     except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
             f"--against {url}: {url}/models does not say which model is served ({error})"
         ) from error
-    return model
+    return CompletionsTarget(http, name, url, model)
+
+
+async def require_answer(target: Target, place: str) -> None:
+    """Raises ConfigError when there is none, before minutes pass in asking for others."""
+    try:
+        async with aclosing(target.answer(_FIRST_PROMPT, 1)) as parts:
+            num_tokens = sum([len(part) async for part in parts])
+    except RefusedError as error:
+        raise ConfigError(f"the server at {place} does not answer: {error}") from error
+    if num_tokens != 1:
+        raise ConfigError(f"the server at {place} answers with {num_tokens} tokens where 1 is asked for")

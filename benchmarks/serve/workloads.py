@@ -117,6 +117,12 @@ def burst(asked: Asked) -> Iterator[Workload]:
     )
 
 
+def warm_up(asked: Asked) -> Workload:
+    """What a server that has just started is asked before anything is measured."""
+    requests = [_request(asked, f"warm up {number}", 64, 8) for number in range(4)]
+    return Workload("warm_up", tuple(requests), 4)
+
+
 def traced(trace: Trace, asked: Asked) -> Workload:
     """A trace's requests, each when it came."""
     names = [

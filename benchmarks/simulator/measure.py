@@ -19,7 +19,7 @@ from paceline.core.kv_layout import BlockId, KVLayout
 from paceline.core.request import FirstToken, SequenceSpec
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine, Runner
-from paceline.engine.model_loader import load_model
+from paceline.engine.model_loader import LoadedModel, load_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import SequenceRole
@@ -64,9 +64,13 @@ class Lab:
 
 
 def open_lab(directory: Path, dtype: str, block_size: int, num_kv_tokens: int) -> Lab:
-    """The model in `directory`, its KV memory written to once."""
-    loaded = load_model(directory, dtype, block_size)
-    num_blocks = num_kv_tokens // block_size
+    """The model in `directory`; see `lab_of`."""
+    return lab_of(load_model(directory, dtype, block_size), num_kv_tokens)
+
+
+def lab_of(loaded: LoadedModel, num_kv_tokens: int) -> Lab:
+    """A model with room for so many tokens, its KV memory written to once."""
+    num_blocks = num_kv_tokens // loaded.layout.block_size
     runner = ModelRunner(loaded.model, loaded.layout, num_blocks)
     filling = _FILLING * loaded.layout.block_bytes
     for block_id in range(num_blocks):

@@ -4,6 +4,7 @@ It stores the new keys and values in the KV cache and attends to each sequence's
 form here is the reference; faster kernels must equal it.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ class AttentionContext:
     shared: dict[Any, Any] = field(default_factory=dict)  # what a layer works out for those after it
 
 
+# (cache, layer, slots, keys, values), as KVCache.write_tokens.
+WriteTokens = Callable[[KVCache, int, Tensor, Tensor, Tensor], None]
 current_attention: ContextVar[AttentionContext] = ContextVar("current_attention")
 
 
@@ -101,6 +104,7 @@ def store_tokens(
     value: Tensor,
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
+    write: WriteTokens = KVCache.write_tokens,
 ) -> tuple[AttentionContext, int, AttentionRules]:
     """Puts the new keys and values where they belong; gives the pass, the layer and the rules that the call is about.
 
@@ -114,7 +118,7 @@ def store_tokens(
     rules = read_rules(context.cache.layout.layers[layer], kwargs, query.shape[-1])
     if not context.cache.layout.layers[layer].is_latent:
         slots = context.batch.slot_mappings[context.cache.group_of[layer]]
-        context.cache.write_tokens(layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        write(context.cache, layer, slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return context, layer, rules
 
 
@@ -151,7 +155,7 @@ def attend(
     value_dim]; gives [num_heads, num_queries, value_dim].
     """
     num_queries, context = query.shape[1], keys.shape[1]
-    visible = _visible(num_queries, context, rules.view, num_left_out)
+    visible = _visible(num_queries, context, rules.view, num_left_out, query.device)
     if rules.softcap is not None or rules.sinks is not None:
         return _attend_by_definition(query, keys, values, visible, rules)
     if num_queries == 1:
@@ -216,13 +220,15 @@ def _split_contexts(
     return list(zip(torch.split(keys, lengths, 1), torch.split(values, lengths, 1), strict=True))
 
 
-def _visible(num_queries: int, num_keys: int, view: View, num_left_out: int) -> Tensor | None:
+def _visible(
+    num_queries: int, num_keys: int, view: View, num_left_out: int, device: torch.device
+) -> Tensor | None:
     """[num_queries, num_keys], True where a query may look; None where it may look everywhere."""
     if num_queries == 1 and (view.window is None or view.window >= num_keys):
         return None
-    keys, context = torch.arange(num_keys), num_keys + num_left_out
+    keys, context = torch.arange(num_keys, device=device), num_keys + num_left_out
     keys = torch.where(keys < view.num_sink_tokens, keys, keys + num_left_out)
-    distance = torch.arange(context - num_queries, context).unsqueeze(1) - keys
+    distance = torch.arange(context - num_queries, context, device=device).unsqueeze(1) - keys
     visible = distance >= 0
     if view.window is None:
         return visible

@@ -1,10 +1,11 @@
 """A step's work as tensors: the tokens of all its sequences end to end, and where each one's KV lies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from paceline.engine.device import Device
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput, ScoreTask
 
 
@@ -49,6 +50,22 @@ class ForwardBatch:
     def logit_rows(self) -> Tensor:
         """[num_samples + num_targets], rows of token_ids whose logits are needed: first those that sample."""
         return torch.cat([self.sample_rows, self.score_rows])
+
+
+def on_device(batch: ForwardBatch, device: Device) -> ForwardBatch:
+    """The same with the tensors of the step there. Block tables stay: they are read where they are laid out for attention."""
+    if device.is_host:
+        return batch
+    firsts = (batch.token_ids, batch.positions, batch.sample_rows, batch.score_rows)
+    token_ids, positions, sample_rows, score_rows, *slots = device.upload((*firsts, *batch.slot_mappings))
+    return replace(
+        batch,
+        token_ids=token_ids,
+        positions=positions,
+        sample_rows=sample_rows,
+        score_rows=score_rows,
+        slot_mappings=tuple(slots),
+    )
 
 
 def build_forward_batch(output: SchedulerOutput, block_size: int) -> ForwardBatch:

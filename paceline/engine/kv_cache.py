@@ -1,10 +1,14 @@
 """The memory of the KV blocks: one tensor, block after block, and each layer's view into its group's blocks."""
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 from torch import Tensor
 
 from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout, LayerKV
+from paceline.engine.block_bytes import BlockBytes, DeviceBlocks, HostBlocks
+from paceline.engine.device import HOST, Device
 from paceline.engine.kv_quant import SCALE_DTYPE, dequantise, quantise
 from paceline.runtime.pool_memory import PoolMemory
 
@@ -23,6 +27,7 @@ class KVCache:
 
     A process that computes a part of the heads has views of those alone, `[num_blocks, block_size, its heads, key_dim]`. Its blocks are
     the whole ones, which it has in common with the processes of the other parts: they lie in a `pool` that all of them have mapped.
+    On a device other than the host's there is no such pool.
     """
 
     def __init__(
@@ -32,21 +37,25 @@ class KVCache:
         *,
         heads: HeadPart = ALL_HEADS,
         pool: PoolMemory | None = None,
+        device: Device = HOST,
     ) -> None:
         self.layout = layout
         self.heads = heads
         self.block_bytes = layout.block_bytes
-        self.pool = pool or PoolMemory(num_blocks * layout.block_bytes)
-        self._bytes = self.pool.buffer
-        blocks = torch.frombuffer(self._bytes, dtype=torch.uint8).view(num_blocks, layout.block_bytes)
-        self._blocks = blocks
+        self._store = _open_store(num_blocks, layout.block_bytes, pool, device)
+        self.pool = self._store.pool
         self._is_quantised = layout.kv_type.scale_bytes > 0
         self.group_of = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
-        self._make_views(blocks)
+        self._make_views(self._store.blocks)
+
+    @property
+    def blocks(self) -> Tensor:
+        """[num_blocks, block_bytes], as bytes, where they are."""
+        return self._store.blocks
 
     def write_tokens(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores new tokens: `slots` [num_tokens], keys and values [num_tokens, num_kv_heads, dim].
@@ -90,28 +99,28 @@ class KVCache:
 
     def read(self, block_id: BlockId) -> memoryview:
         """The block's bytes, valid while the block is held."""
-        start = block_id * self.block_bytes
-        return self._bytes[start : start + self.block_bytes].toreadonly()
+        return self._store.read(block_id)
 
     def write(self, block_id: BlockId, offset: int, data: bytes | memoryview) -> None:
         """Overwrites part of a block."""
         assert offset + len(data) <= self.block_bytes, "a write must stay inside its block"
-        start = block_id * self.block_bytes + offset
-        self._bytes[start : start + len(data)] = data
+        self._store.write(block_id, offset, data)
 
     def copy(self, source: BlockId, target: BlockId) -> None:
         """Makes `target` hold what `source` holds."""
-        self.write(target, 0, self.read(source))
+        self._store.copy(source, target)
 
     def save(self, block_id: BlockId) -> Tensor:
-        """See BlockSaver.save. From a GPU it goes to pinned memory, so that nobody waits for it."""
-        on_gpu = self._blocks.is_cuda
-        host = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        return host.copy_(self._blocks[block_id], non_blocking=on_gpu)
+        """See BlockSaver.save."""
+        return self._store.save(block_id)
 
     def restore(self, saved: Tensor, block_id: BlockId) -> None:
         """See BlockSaver.restore."""
-        self._blocks[block_id].copy_(saved, non_blocking=self._blocks.is_cuda)
+        self._store.restore(saved, block_id)
+
+    def fetch(self, block_ids: Sequence[BlockId]) -> None:
+        """See BlockBytes.fetch."""
+        self._store.fetch(block_ids)
 
     def checksum(self, block_id: BlockId) -> int:
         """XXH3-64 of the block's bytes."""
@@ -144,3 +153,10 @@ class KVCache:
                 (scales, kv_type.scale_bytes, SCALE_DTYPE) for scales in (self.key_scales, self.value_scales)
             ]
         return runs
+
+
+def _open_store(num_blocks: int, block_bytes: int, pool: PoolMemory | None, device: Device) -> BlockBytes:
+    if device.is_host:
+        return HostBlocks(pool or PoolMemory(num_blocks * block_bytes), num_blocks, block_bytes)
+    assert pool is None, "memory of a device is nobody else's"
+    return DeviceBlocks(device, num_blocks, block_bytes)

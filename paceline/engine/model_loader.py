@@ -14,7 +14,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.fingerprint import ModelFingerprint
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.attention import ATTENTION_NAME
+from paceline.engine.device import HOST, Device
 from paceline.engine.exact.model import make_exact
+from paceline.engine.fused_layer import fuse_layers
 from paceline.engine.fusion import pack_linears
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.native_attention import choose_attention
@@ -44,6 +46,7 @@ class LoadedModel:
     max_model_tokens: int
     # What of the model this process computes; `layout` is of all layers and heads.
     place: Place = WHOLE
+    device: Device = HOST
 
 
 def load_model(
@@ -56,19 +59,20 @@ def load_model(
     attention: str = "auto",
     *,
     place: Place = WHOLE,
+    device: Device = HOST,
 ) -> LoadedModel:
     """The causal language model in `directory`; raises ConfigError or UnsupportedModelError.
 
     Safetensors only, and no code out of the directory. With `auto` the KV has the dtype of the weights. `mla` is what a
     model with latent attention keeps: "expanded" keys and values, or the "latent". `attention` is what fast mode computes it
-    with: "native", compiled on this machine; "torch"; "auto", native where that can be. What is not for this `place`
-    is not loaded: the process is one of a group, all of which load theirs at the same time.
+    with: "native", compiled on this machine; "triton" on a GPU; "torch"; "auto", the one made for the `device` where that can be. What
+    is not for this `place` is not loaded: the process is one of a group, all of which load theirs at the same time.
     """
-    if exactness == "exact" and attention == "native":
-        raise ConfigError("--attention native is for fast mode; exact mode has an attention of its own")
+    if exactness == "exact":
+        _require_exact_can_be(attention, device)
     if exactness == "exact" and mla == "latent":
         raise ConfigError("exact mode sums over stored keys and values; it serves MLA models expanded only")
-    model = _from_pretrained(directory, dtype, place)
+    model = _from_pretrained(directory, dtype, place, device)
     gather = None if place.stage.count == 1 else gathered
     layout = use_paged_attention(model, dtype if kv_dtype == "auto" else kv_dtype, block_size, mla, gather)
     layout = whole_layout(layout, place.heads.count)
@@ -81,7 +85,10 @@ def load_model(
         choose_attention(model, attention)
         if place.heads.count > 1:
             pack_parts(model)
-        pack_linears(model)
+        elif device.is_host and attention != "torch":
+            fuse_layers(model)
+        if device.is_host:
+            pack_linears(model)
     return LoadedModel(
         model=model,
         layout=layout,
@@ -90,7 +97,17 @@ def load_model(
         vocab_size=model.config.get_text_config().vocab_size,
         max_model_tokens=max_tokens_of(model),
         place=place,
+        device=device,
     )
+
+
+def _require_exact_can_be(attention: str, device: Device) -> None:
+    if attention in {"native", "triton"}:
+        raise ConfigError(f"--attention {attention} is for fast mode; exact mode has an attention of its own")
+    if not device.is_host:
+        raise ConfigError(
+            f"exact mode trusts sums that it has checked on CPUs, and this worker computes on {device.place}; use --device cpu, or fast mode"
+        )
 
 
 def use_paged_attention(
@@ -143,8 +160,9 @@ def fingerprint_of(
     )
 
 
-def _from_pretrained(directory: Path, dtype: str, place: Place) -> PreTrainedModel:
-    parts: dict[str, Any] = {}
+def _from_pretrained(directory: Path, dtype: str, place: Place, device: Device) -> PreTrainedModel:
+    # Of a device the weights go straight there; to a host transformers maps the file, where it is told nothing.
+    parts: dict[str, Any] = {} if device.is_host else {"device_map": {"": device.place}}
     if place.count > 1:
         # Parts are cut by the plan that transformers has for the architecture.
         parts["distributed_config"] = DistributedConfig(tp_size=place.heads.count, pp_size=place.stage.count)

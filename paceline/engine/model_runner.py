@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,20 @@ from paceline.core.errors import UnsupportedModelError
 from paceline.core.kv_layout import ALL_HEADS, BlockId, HeadPart, KVLayout
 from paceline.core.request import RequestId, SamplingParams, SequenceId
 from paceline.engine.attention import AttentionContext, current_attention
+from paceline.engine.device import Device
 from paceline.engine.expert_load import ExpertLoad
-from paceline.engine.forward_batch import ForwardBatch, build_forward_batch
+from paceline.engine.forward_batch import ForwardBatch, build_forward_batch, on_device
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.latent import LatentCache
+from paceline.engine.padding import DecodeShape
 from paceline.engine.probe import takes_rows
-from paceline.engine.sampler import sample
+from paceline.engine.sampler import Choose, sample
 from paceline.engine.scoring import score
 from paceline.engine.step import BlockTable, SampleTask, ScheduledSequence, SchedulerOutput, StepOutput
 from paceline.runtime.pool_memory import PoolMemory
+
+if TYPE_CHECKING:
+    from paceline.engine.decode_graphs import Capture, DecodeGraphs
 
 # How far (relative L2) our logits may lie from transformers' own before a model is refused at start, by the type of the
 # weights. An 8-bit cache would need ten times as much, which could hide a mistake: the check is made without one.
@@ -31,6 +37,7 @@ class ModelRunner:
     """Owns the model and the KV memory. Used by one thread.
 
     Of a model that several processes compute it has what belongs to `heads`, and `pool` is theirs in common; `layout` is of all heads.
+    It computes where the model is. With `has_scratch` there is a block more, which is no sequence's: `capture_decodes` needs it.
     """
 
     def __init__(
@@ -42,8 +49,13 @@ class ModelRunner:
         tells_experts: bool = False,
         heads: HeadPart = ALL_HEADS,
         pool: PoolMemory | None = None,
+        has_scratch: bool = False,
     ) -> None:
-        self.memory = KVCache(layout, num_blocks, heads=heads, pool=pool)
+        self.device = Device(model.device)
+        self.memory = KVCache(layout, num_blocks + has_scratch, heads=heads, pool=pool, device=self.device)
+        self._scratch = BlockId(num_blocks) if has_scratch else None
+        self._graphs: DecodeGraphs | None = None
+        self._choose = _chooser(self.device)
         self._model = model
         self._layout = layout
         self._keeps_rows = takes_rows(model)
@@ -62,19 +74,22 @@ class ModelRunner:
 
     def execute_batches(self, outputs: Sequence[SchedulerOutput]) -> StepOutput:
         """The same of a step that is cut into batches, in their order."""
-        with torch.inference_mode():
-            batches, sampled, scored = [], [], []
+        with torch.inference_mode(), self.device.entered():
+            sampled, scored = [], []
             for output in outputs:
-                batch = build_forward_batch(output, self._layout.block_size)
-                with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
-                    logits = self.forward(batch)
-                batches.append(batch)
-                sampled.append(logits[: len(batch.sample_tasks)])
-                scored.append(logits[len(batch.sample_tasks) :])
-            tasks = [task for batch in batches for task in batch.sample_tasks]
-            positions = [position for batch in batches for position in batch.sample_positions]
-            step = sample(_joined(sampled).float(), tasks, positions)
-            scores = score(_joined(scored), [task for batch in batches for task in batch.score_tasks])
+                logits = self._computed(output)
+                num_samples = sum(len(item.samples) for item in output.scheduled)
+                sampled.append(logits[:num_samples])
+                scored.append(logits[num_samples:])
+            items = [item for output in outputs for item in output.scheduled]
+            if not self.device.is_host:
+                self.memory.fetch(filled_blocks(items, self._layout.block_size))
+            tasks = [task for item in items for task in item.samples]
+            positions = [item.end for item in items for _ in item.samples]
+            step = sample(_joined(sampled).float(), tasks, positions, self._choose)
+            scores = score(_joined(scored), [item.score for item in items if item.score is not None])
+            # A step that chooses nothing waits here: its blocks may be read as soon as it has ended.
+            self.device.finish()
             return replace(
                 step,
                 scores=scores,
@@ -82,9 +97,35 @@ class ModelRunner:
                 experts=self._expert_load.take_experts(),
             )
 
+    def _computed(self, output: SchedulerOutput) -> Tensor:
+        """The logits of a batch: by a graph, if there is one for it."""
+        if self._graphs is not None and (logits := self._graphs.logits(output)) is not None:
+            return logits
+        batch = build_forward_batch(output, self._layout.block_size)
+        with self._expert_load.counting(batch.sample_rows if self._tells_experts else None):
+            return self.forward(on_device(batch, self.device))
+
+    def capture_decodes(self, shapes: Sequence[DecodeShape], capture: "Capture") -> None:
+        """From now on decode steps that fit one of the shapes are computed by what `capture` gives."""
+        assert self._scratch is not None, "padding needs a block that is no sequence's"
+        # Imported here: it needs triton, as does the attention that it is for.
+        from paceline.engine.decode_graphs import DecodeGraphs  # noqa: PLC0415
+
+        with torch.inference_mode(), self.device.entered():
+            self._graphs = DecodeGraphs.captured(
+                shapes, self._layout, self.device, self._forward, capture, self._scratch
+            )
+
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The logits of the batch's logit rows, [num_samples + num_targets, vocab_size]; stores the KV of all its tokens."""
-        token = current_attention.set(AttentionContext(self.memory, batch))
+        """The logits of the batch's logit rows, [num_samples + num_targets, vocab_size]; stores the KV of all its tokens.
+
+        The batch is where the model is.
+        """
+        return self._forward(batch, {})
+
+    def _forward(self, batch: ForwardBatch, shared: dict[Any, Any]) -> Tensor:
+        """The same, with what the layers share as far as it is known before."""
+        token = current_attention.set(AttentionContext(self.memory, batch, shared))
         try:
             return self._logits(batch)
         finally:
@@ -99,6 +140,28 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[batch.logit_rows]
+
+
+def filled_blocks(items: Sequence[ScheduledSequence], block_size: int) -> list[BlockId]:
+    """The blocks whose last token a step computes, each once."""
+    return list(
+        dict.fromkeys(
+            block_id
+            for item in items
+            for table in item.block_tables
+            for block_id in table[item.start // block_size : item.end // block_size]
+            if block_id is not None
+        )
+    )
+
+
+def _chooser(device: Device) -> Choose | None:
+    """A kernel that chooses tokens, on a GPU where triton is; None: the plain form."""
+    if not device.is_gpu or find_spec("triton") is None:
+        return None
+    from paceline.engine.kernels.triton.sampling import choose_tokens  # noqa: PLC0415 - few have triton
+
+    return choose_tokens
 
 
 def _joined(logits: list[Tensor]) -> Tensor:
@@ -119,7 +182,10 @@ def require_same_as_transformers(runner: ModelRunner, model: PreTrainedModel, la
     model.set_attn_implementation("eager")
     try:
         theirs = torch.stack(
-            [model(torch.tensor([prompt]), use_cache=False).logits[0, -1] for prompt in prompts]
+            [
+                model(torch.tensor([prompt], device=model.device), use_cache=False).logits[0, -1]
+                for prompt in prompts
+            ]
         )
     finally:
         model.set_attn_implementation(attention)
@@ -145,7 +211,8 @@ def _paged_logits(runner: ModelRunner, prompts: list[list[int]], layout: KVLayou
             )
             for index, prompt in enumerate(prompts)
         )
-        logits = runner.forward(build_forward_batch(SchedulerOutput(scheduled, ()), layout.block_size))
+        batch = build_forward_batch(SchedulerOutput(scheduled, ()), layout.block_size)
+        logits = runner.forward(on_device(batch, runner.device))
     return logits
 
 

@@ -1,4 +1,4 @@
-"""Paged attention of the fast mode where the machine can compile it: a whole batch in one call.
+"""Which paged attention of fast mode a model runs; and the one that is compiled for the CPU: a whole batch in one call.
 
 Chunks of prompts only where that is faster than torch, which takes one sequence after the other.
 """
@@ -19,6 +19,7 @@ from paceline.engine.attention import (
     gather_by_head,
     store_tokens,
 )
+from paceline.engine.device import HOST
 from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.paged_attention import (
     RaggedTables,
@@ -34,13 +35,20 @@ log = get_logger()
 
 def choose_attention(model: PreTrainedModel, wanted: str) -> None:
     """Makes a model that runs our attention run the wanted one; see `attention_name`."""
-    model.set_attn_implementation(attention_name(wanted))
+    model.set_attn_implementation(attention_name(wanted, model.device, model.dtype))
 
 
-def attention_name(wanted: str) -> str:
-    """Under which name `wanted` is registered: `torch`; `native`, or ConfigError; `auto`: native if it can be had, and a warning if not."""
+def attention_name(wanted: str, device: torch.device = HOST.place, dtype: torch.dtype = torch.float32) -> str:
+    """Under which name `wanted` is registered: `torch`; `native` on a CPU; `triton` on a GPU; ConfigError for what cannot be.
+
+    `auto` is the one that is made for the device, if it can be had, and torch's, with a warning, if not.
+    """
     if wanted == "torch":
         return ATTENTION_NAME
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
+        return _triton_name(wanted, device, dtype)
+    if device.type != "cpu":
+        raise ConfigError("--attention native is for CPUs; use triton or auto on a GPU")
     try:
         register()
     except NoKernelError as error:
@@ -49,6 +57,21 @@ def attention_name(wanted: str) -> str:
         log.warning("no_native_attention", reason=str(error))
         return ATTENTION_NAME
     return NATIVE_NAME
+
+
+def _triton_name(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        # Imported here: it takes a second, and few have it.
+        from paceline.engine.triton_attention import TRITON_NAME, require_computable  # noqa: PLC0415
+    except ImportError as error:
+        if wanted == "triton":
+            raise ConfigError(
+                f"--attention triton: {error}; pip install -c constraints.txt -e '.[gpu]'"
+            ) from error
+        log.warning("no_triton_attention", reason=str(error))
+        return ATTENTION_NAME
+    require_computable(device, dtype)
+    return TRITON_NAME
 
 
 def native_attention(
@@ -61,18 +84,32 @@ def native_attention(
 ) -> tuple[Tensor, None]:
     """See `paged_attention`. What the kernel is not written for goes the way that it knows."""
     context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
-    pool = context.cache.keys[layer], context.cache.values[layer]
-    if context.cache.layout.layers[layer].is_latent or not takes(query, *pool):
+    if context.cache.layout.layers[layer].is_latent:
         return attend_by_sequence(context, layer, rules, query, key, value), None
-    rows = query[0].transpose(0, 1)
+    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend_rows(context, layer, rules, *rows).unsqueeze(0), None
+
+
+def attend_rows(
+    context: AttentionContext, layer: int, rules: AttentionRules, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attends to what the cache holds, the new tokens' keys and values among it; [num_tokens, num_heads, value_dim].
+
+    `query` [num_tokens, num_heads, key_dim], `key` and `value` [num_tokens, num_kv_heads, dim].
+    """
+    pool = context.cache.keys[layer], context.cache.values[layer]
+    if not takes(query, *pool):
+        heads = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        return attend_by_sequence(context, layer, rules, *heads)[0]
     if is_fast_for_chunks(query, *pool):
-        return _attend_batch(context, layer, rules, rows, with_chunks=True).unsqueeze(0), None
-    out = _attend_batch(context, layer, rules, rows, with_chunks=False)
+        return _attend_batch(context, layer, rules, query, with_chunks=True)
+    out = _attend_batch(context, layer, rules, query, with_chunks=False)
     for part in context.batch.queries:
         if part.last - part.first > 1:
             keys, values = gather_by_head(context.cache, layer, part, query.dtype)
-            out[part.first : part.last] = attend_part(query, part, keys, values, rules).transpose(0, 1)
-    return out.unsqueeze(0), None
+            heads_first = query.transpose(0, 1).unsqueeze(0)
+            out[part.first : part.last] = attend_part(heads_first, part, keys, values, rules).transpose(0, 1)
+    return out
 
 
 def _attend_batch(

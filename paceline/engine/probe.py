@@ -96,10 +96,11 @@ def _seen_through(view: View, query: int, max_tokens: int) -> Tensor:
 
 def _short_pass(model: PreTrainedModel, cache: NotedCache | None) -> None:
     """As a model runner calls the model: some models take shortcuts otherwise."""
-    more: dict[str, Any] = {"logits_to_keep": torch.arange(3)} if takes_rows(model) else {}
+    ids = torch.arange(3, device=model.device)
+    more: dict[str, Any] = {"logits_to_keep": ids} if takes_rows(model) else {}
     if cache is not None:
         more["cache"] = cache
-    model(input_ids=torch.tensor([[0, 1, 2]]), position_ids=torch.arange(3)[None], use_cache=False, **more)
+    model(input_ids=ids[None], position_ids=ids[None], use_cache=False, **more)
 
 
 class _Probe:
@@ -121,7 +122,7 @@ class _Probe:
         self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any
     ) -> Tensor:
         """A mask of zeros that stands for its function."""
-        mask = torch.zeros(batch_size, 1, q_length, kv_length)
+        mask = torch.zeros(batch_size, 1, q_length, kv_length, device=self._model.device)
         self._masks.append((mask, mask_function))
         return mask
 

@@ -18,12 +18,12 @@ class TorchInt8:
 
     def __init__(self, codes: Tensor, units: Tensor, bias: Tensor | None) -> None:
         self.codes, self.units = codes.contiguous(), units
-        self._groups = self.codes.split(_INT8_GROUP, 1)
+        self._groups = torch.split(self.codes, _INT8_GROUP, 1)
         self._bias = None if bias is None else bias.detach().float()
 
     def __call__(self, rows: Tensor) -> Tensor:
         total = rows.new_zeros((), dtype=torch.float32)
-        for some, weights in zip(_flat(rows).split(_INT8_GROUP, 1), self._groups, strict=True):
+        for some, weights in zip(torch.split(_flat(rows), _INT8_GROUP, 1), self._groups, strict=True):
             codes, units = quantise_rows(some)
             sums = torch._int_mm(codes, weights.t())  # noqa: SLF001 - torch has no public name for it
             # Rounded once for a product and its sum, as the kernel does.

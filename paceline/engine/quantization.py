@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.core.errors import ConfigError
 from paceline.engine.fusion import PackedLinear, is_plain
 from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.int8_linear import MakesInt8Product, native_int8
@@ -31,9 +32,13 @@ log = get_logger()
 
 
 def quantised(loaded: LoadedModel, quantization: str) -> LoadedModel:
-    """The model of fast mode with weights as `quantization` says: "w8a8" or "w4a16"; "none" is as it was."""
+    """The model of fast mode with weights as `quantization` says: "w8a8" or "w4a16"; "none" is as it was. Raises ConfigError on a GPU."""
     if quantization == "none":
         return loaded
+    if not loaded.device.is_host:
+        raise ConfigError(
+            f"--quantization {quantization} is for CPUs, and this worker computes on {loaded.device.place}; use --device cpu, or leave it out"
+        )
     quantise_linears(loaded.model, quantization)
     return replace(loaded, fingerprint=replace(loaded.fingerprint, quantization=quantization))
 

@@ -24,12 +24,13 @@ def score(logits: Tensor, tasks: Sequence[ScoreTask]) -> tuple[tuple[TokenLogpro
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """Of `token_ids`, one a row of `logits` [num_rows, vocab_size], float32; with the best tokens of each row."""
     logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(token_ids).unsqueeze(-1)).squeeze(-1).tolist()
+    ids = torch.tensor(token_ids, device=logits.device).unsqueeze(-1)
+    own = logprobs.gather(-1, ids).squeeze(-1).tolist()
     top_values, top_ids = (best.tolist() for best in logprobs.topk(num_top))
     rows = zip(token_ids, own, top_ids, top_values, strict=True)
     return [
-        TokenLogprob(token_id, value, tuple(zip(ids, values, strict=True)))
-        for token_id, value, ids, values in rows
+        TokenLogprob(token_id, value, tuple(zip(best_ids, values, strict=True)))
+        for token_id, value, best_ids, values in rows
     ]
 
 

@@ -112,7 +112,8 @@ class LocalCluster:
             await require_redis(config.redis)
         try:
             run_dir = self._run_dir.enter_context(_run_dir())
-            weights_bytes = _weights_bytes(self._model, resolve_dtype(config.dtype))
+            on_gpus = may_use_gpus(config.device)
+            weights_bytes = 0 if on_gpus else _weights_bytes(self._model, resolve_dtype(config.dtype))
             kv_bytes = config.kv_bytes_per_worker(free_memory_bytes(), weights_bytes)
             self._layout = Layout(
                 config, self._model, run_dir, ports, kv_bytes, metrics_ports(config), self._relay_dir
@@ -207,6 +208,11 @@ class LocalCluster:
     def _running(self) -> Supervisor:
         assert self._supervisor is not None, "start it first"
         return self._supervisor
+
+
+def may_use_gpus(device: str, driver: Path = Path("/proc/driver/nvidia/gpus")) -> bool:
+    """Whether weights may go to GPUs, and not into this machine's memory. Only workers, which have torch, find out for sure."""
+    return device.startswith("cuda") or (device == "auto" and driver.is_dir())
 
 
 def _weights_bytes(model: Path, dtype: str) -> int:

@@ -46,6 +46,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *_service(layout, f"{tier}_service"),
         *("--listen", layout.worker_address(worker), "--worker-id", worker),
         *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
+        *("--device", config.device, "--gpu-turn", _gpu_turn(layout, worker)),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
         *("--quantization", config.quantization),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
@@ -59,6 +60,12 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *(("--pinned-prefixes", str(Path(pinned).resolve())) if pinned else ()),
         *(("--register",) if config.discovery == "redis" else ()),
     )
+
+
+def _gpu_turn(layout: Layout, worker: str) -> str:
+    """Workers take the GPUs that there are in turns. How many those are, only they find out: that takes torch."""
+    workers = (*layout.prefill, *layout.decode)
+    return f"{workers.index(worker)}/{len(workers)}"
 
 
 def _cores(layout: Layout, worker: str) -> tuple[str, ...]:

@@ -58,6 +58,8 @@ _DECIDED_HERE = frozenset(
         "advertise",
         "worker_id",
         "model",
+        "device",
+        "gpu_turn",
         "dtype",
         "kv_dtype",
         "kv_transport",
@@ -135,6 +137,10 @@ class UpConfig:
     model: str = option(
         DEFAULT_MODEL.name, f"{', '.join(PACKAGED_MODELS)}, a Hugging Face directory, or a hub id"
     )
+    device: str = option(
+        "auto",
+        "what the workers compute on: cpu; cuda, the GPUs in turns; cuda:N, all on that one; auto: cuda where there is one",
+    )
     dtype: str = option(
         "auto",
         "what the workers compute in; auto: bfloat16 where the processor multiplies it fast, else float32",
@@ -153,11 +159,7 @@ class UpConfig:
         "what MLA models keep: expanded keys and values, or the latent that they are made from",
         choices=("expanded", "latent"),
     )
-    quantization: str = option(
-        "none",
-        "the weights in fewer bits: w8a8, weights and activations in 8; w4a16, weights in 4",
-        choices=QUANTIZATIONS,
-    )
+    quantization: str = option("none", "the bits of weights and activations", choices=QUANTIZATIONS)
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
     )

@@ -23,6 +23,21 @@ class WorkerConfig(ClusterSettings):
         "", "name of this worker, unique in the cluster; empty: made from the names of host and process"
     )
     model: str = option("", "directory of the model, in Hugging Face form")
+    device: str = option(
+        "auto",
+        "what computes: cpu, cuda:N, or cuda for the GPU whose turn it is; auto: cuda where there is one",
+    )
+    gpu_turn: str = option(
+        "",
+        "of the workers on this machine that take its GPUs in turns, this one's number and how many they are: 0/2; empty: alone",
+    )
+    gpu_memory_share: float = option(
+        0.9,
+        "part of a GPU's memory that its workers take together; what weights and steps leave of it is for KV",
+    )
+    max_batch_to_capture: int = option(
+        64, "on a GPU: largest batch of decodes that is captured as a graph and padded to; 0: none is"
+    )
     dtype: str = option(
         "auto",
         "type of the weights; auto: bfloat16 where the processor multiplies it fast, else float32",
@@ -36,11 +51,7 @@ class WorkerConfig(ClusterSettings):
         "what MLA models keep: expanded keys and values, or the latent that they are made from",
         choices=("expanded", "latent"),
     )
-    quantization: str = option(
-        "none",
-        "the weights in fewer bits: w8a8, weights and activations in 8; w4a16, weights in 4",
-        choices=QUANTIZATIONS,
-    )
+    quantization: str = option("none", "the bits of weights and activations", choices=QUANTIZATIONS)
     exactness: str = option(
         "fast",
         "exact: the same request gives the same bits on every path",
@@ -48,8 +59,8 @@ class WorkerConfig(ClusterSettings):
     )
     attention: str = option(
         "auto",
-        "what attention of fast mode is computed with: native, compiled on this machine; torch; auto, native where it can be",
-        choices=("auto", "native", "torch"),
+        "what attention of fast mode is computed with: native, compiled on this machine; triton, on a GPU; torch; auto, what is made for the device",
+        choices=("auto", "native", "triton", "torch"),
     )
     runner: str = option(
         "torch", "what computes: torch, or a fake without a model", choices=("torch", "fake")
@@ -68,7 +79,10 @@ class WorkerConfig(ClusterSettings):
     )
     first_core: int = option(0, "with --cores-file: the first of this worker's --threads cores in it")
     max_model_len: int = option(0, "longest prompt and output together, in tokens; 0: the model's own limit")
-    kv_memory: str = option("1GiB", "memory for the KV cache: 4GiB, 512MiB, or 40% of what is free")
+    kv_memory: str = option(
+        "1GiB",
+        "on a CPU, memory for the KV cache: 4GiB, 512MiB, or 40% of what is free; a GPU's is by --gpu-memory-share",
+    )
     num_blocks: int = option(0, "blocks of the KV cache, instead of --kv-memory; 0: not set")
     block_size: int = option(16, "tokens a KV block holds")
     pinned_prefixes: str = option(
@@ -151,6 +165,17 @@ class WorkerConfig(ClusterSettings):
             raise ConfigError("--model is missing: name the directory of a model")
         self._check_scheduling()
         self._check_cores()
+        self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        if not 0 < self.gpu_memory_share <= 1:
+            raise ConfigError(
+                f"--gpu-memory-share is more than 0 and at most 1, not {self.gpu_memory_share:g}"
+            )
+        if self.max_batch_to_capture < 0:
+            raise ConfigError(
+                f"--max-batch-to-capture {self.max_batch_to_capture} is negative; 0: none is captured"
+            )
 
     def _check_cores(self) -> None:
         if not self.cores_file:

@@ -22,6 +22,7 @@ from paceline.worker.config import WorkerConfig
 from paceline.worker.lent_cores import LentCoresRunner
 
 if TYPE_CHECKING:
+    from paceline.engine.device import Device
     from paceline.engine.model_loader import LoadedModel
     from paceline.engine.model_runner import ModelRunner
     from paceline.engine.parallel.leader import Followers, ParallelRunner
@@ -68,6 +69,7 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     import torch  # noqa: PLC0415
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+    from paceline.engine.device import Turn, find_device  # noqa: PLC0415
     from paceline.engine.exact.model import require_exact  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
     from paceline.engine.parallel.group import set_threads_of_each  # noqa: PLC0415
@@ -77,19 +79,30 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     # Set before anything is computed, and checked: two workers that share cores stall each other.
     set_threads = partial(set_threads_of_each, num_ranks=config.tp * config.pp)
     set_threads(config.threads)
-    dtype = resolve_dtype(config.dtype)
-    loaded = _load_checked(config, dtype, followers)
-    capacity = _capacity(config, loaded.layout, loaded.max_model_tokens)
-    runner = _runner(config, loaded, capacity.num_blocks, followers)
+    # Exact mode computes on CPUs alone, so what it may choose from is them.
+    wanted = "cpu" if (config.device, config.exactness) == ("auto", "exact") else config.device
+    device = find_device(wanted, Turn.parse(config.gpu_turn))
+    dtype = device.default_dtype(config.dtype, resolve_dtype)
+    with device.entered():
+        loaded = _load_checked(config, dtype, followers, device)
+        gpu_bytes = _gpu_bytes(config, loaded) if device.is_gpu else None
+        capacity = _capacity(config, loaded.layout, loaded.max_model_tokens, gpu_bytes)
+        runner = _runner(config, loaded, capacity, followers)
     if config.group_by_experts and not runner.has_experts:
         raise ConfigError("--group-by-experts: this model has no experts; leave it out")
     fingerprint = loaded.fingerprint
     if config.exactness == "exact":
         assert isinstance(runner, ModelRunner), "exact mode is for one process"
         fingerprint = replace(fingerprint, arithmetic=require_exact(runner, loaded.vocab_size, loaded.layout))
-    log.info("threads", num_threads=torch.get_num_threads(), num_cores=os.cpu_count(), dtype=dtype)
+    log.info(
+        "threads",
+        num_threads=torch.get_num_threads(),
+        num_cores=os.cpu_count(),
+        dtype=dtype,
+        device=str(device.place),
+    )
     return LoadedRunner(
-        runner=_on_lent_cores(config, runner, set_threads),
+        runner=runner if device.is_gpu else _on_lent_cores(config, runner, set_threads),
         fingerprint=fingerprint,
         layout=loaded.layout,
         capacity=capacity,
@@ -105,7 +118,21 @@ def _on_lent_cores(config: WorkerConfig, runner: Runner, set_threads: Callable[[
     return LentCoresRunner(runner, Cores(Path(config.cores_file), own), set_threads)
 
 
-def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None") -> "LoadedModel":
+def _gpu_bytes(config: WorkerConfig, loaded: "LoadedModel") -> int:
+    """What the GPU has left for KV."""
+    import torch  # noqa: PLC0415
+
+    from paceline.engine.device import Turn  # noqa: PLC0415
+    from paceline.engine.gpu_start import measure  # noqa: PLC0415
+
+    num_sharing = Turn.parse(config.gpu_turn).num_sharing(config.device, torch.cuda.device_count())
+    memory = measure(loaded, config.max_num_batched_tokens, config.max_num_seqs)
+    return memory.for_kv(config.gpu_memory_share, num_sharing)
+
+
+def _load_checked(
+    config: WorkerConfig, dtype: str, followers: "Followers | None", device: "Device"
+) -> "LoadedModel":
     """The model, or rank 0's part of it, if it computes here what it computes by itself: with all the bits of its weights, as with the KV's."""
     from paceline.engine.checked import load_checked  # noqa: PLC0415
     from paceline.engine.parallel.leader import joined_by  # noqa: PLC0415
@@ -116,7 +143,15 @@ def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None
     if followers is not None:
         place = joined_by(followers, model, dtype, config.block_size, attention)
     loaded = load_checked(
-        model, dtype, config.block_size, config.exactness, config.kv_dtype, config.mla, attention, place=place
+        model,
+        dtype,
+        config.block_size,
+        config.exactness,
+        config.kv_dtype,
+        config.mla,
+        attention,
+        place=place,
+        device=device,
     )
     if followers is not None:
         followers.wait_done()
@@ -124,15 +159,23 @@ def _load_checked(config: WorkerConfig, dtype: str, followers: "Followers | None
 
 
 def _runner(
-    config: WorkerConfig, loaded: "LoadedModel", num_blocks: int, followers: "Followers | None"
+    config: WorkerConfig, loaded: "LoadedModel", capacity: Capacity, followers: "Followers | None"
 ) -> "ModelRunner | ParallelRunner":
+    from paceline.engine.gpu_start import capture_decodes  # noqa: PLC0415
     from paceline.engine.model_runner import ModelRunner  # noqa: PLC0415
     from paceline.engine.parallel.leader import ParallelRunner, share_pool  # noqa: PLC0415
     from paceline.engine.parallel.stages import StagedForward  # noqa: PLC0415
 
     tells_experts = config.group_by_experts
+    num_blocks, on_gpu = capacity.num_blocks, loaded.device.is_gpu
     if followers is None:
-        return ModelRunner(loaded.model, loaded.layout, num_blocks, tells_experts=tells_experts)
+        runner = ModelRunner(
+            loaded.model, loaded.layout, num_blocks, tells_experts=tells_experts, has_scratch=on_gpu
+        )
+        if on_gpu:
+            max_rows = min(config.max_batch_to_capture, config.max_num_seqs)
+            capture_decodes(loaded, runner, max_rows, capacity.max_model_tokens)
+        return runner
     pool = share_pool(loaded.layout, num_blocks, followers)
     runner = ModelRunner(
         loaded.model,
@@ -187,9 +230,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _capacity(config: WorkerConfig, layout: KVLayout, own_max_model_tokens: int) -> Capacity:
+def _capacity(
+    config: WorkerConfig, layout: KVLayout, own_max_model_tokens: int, gpu_bytes: int | None = None
+) -> Capacity:
     """Asked once the weights are there: what is free then is left for the KV."""
-    capacity = plan_capacity(config, layout, own_max_model_tokens, free_memory_bytes())
+    capacity = plan_capacity(config, layout, own_max_model_tokens, free_memory_bytes(), gpu_bytes)
     if not config.max_model_len and capacity.max_model_tokens < own_max_model_tokens:
         log.warning(
             "context_lowered",

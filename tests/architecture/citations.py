@@ -43,6 +43,8 @@ FOREIGN_FLAGS = frozenset(
         "--from-file",
         "--from-literal",
         "--raw",
+        # optimum-cli
+        "--weight-format",
     }
 )
 

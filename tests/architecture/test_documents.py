@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tune
+from benchmarks.roofline import command as roofline
 from benchmarks.serve import flags as serve_flags
 from benchmarks.simulator import cli as simulator_cli
 from decode_service.config import DecodeConfig
@@ -51,6 +52,7 @@ def flags(capsys: pytest.CaptureFixture[str]) -> frozenset[str]:
         simulator_cli.make_parser(),
         tune.make_parser(),
         serve_flags.make_parser(),
+        roofline.make_parser(),
         health.make_parser(),
         make_fetch_parser(),
     )

@@ -1,20 +1,19 @@
 """`./run bench serve`: what is asked for, of whom, and what the figures say."""
 
 import asyncio
-import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.serve import command
 from benchmarks.serve.drive import Life, drive
-from benchmarks.serve.figures import figures, medians, table
+from benchmarks.serve.figures import figures, medians, ratios, table
 from benchmarks.serve.memory import resident_bytes
-from benchmarks.serve.targets import RefusedError, completions_target
+from benchmarks.serve.servers import Server
+from benchmarks.serve.targets import RefusedError
 from benchmarks.serve.workloads import WORKLOADS, Asked, Conversation, Turn, Workload, chosen, traced
 from benchmarks.simulator.readers import load_trace
 from benchmarks.simulator.records import RequestRecord
@@ -202,8 +201,14 @@ def test_a_failure_in_one_run_is_not_lost_among_the_others() -> None:
 def test_the_table_shows_ours_over_theirs() -> None:
     """A key that the other has not has no ratio."""
     lines = table({"a": 3.0, "b": 1.0}, {"vllm": {"a": 2.0}}).splitlines()
-    assert lines[1].split() == ["a", "3.00", "2.00", "1.50"]
+    assert lines[1].split() == ["a", "3.00", "2.00", "1.500"]
     assert lines[2].split() == ["b", "1.00", "-"]
+
+
+def test_a_ratio_has_two_numbers_that_measure_something() -> None:
+    """None over nothing, and none of failures."""
+    ours = {"a": 3.0, "b": 1.0, "c": 1.0, "x_failed": 1.0}
+    assert ratios(ours, {"a": 2.0, "b": 0.0, "x_failed": 1.0}) == {"a": 1.5}
 
 
 def test_memory_is_that_of_processes_that_are_there() -> None:
@@ -212,100 +217,10 @@ def test_memory_is_that_of_processes_that_are_there() -> None:
     assert resident_bytes([2**22 + 1]) == 0
 
 
-# -- other servers
-
-
-@asynccontextmanager
-async def other_server(*events: object, status: str = "200 OK") -> AsyncIterator[str]:
-    """An HTTP server that names a model, and answers each completion with these events; its URL."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, and the connection's end."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        if "/models" in head:
-            body = json.dumps({"data": [{"id": "tiny"}]})
-            writer.write(f"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{body}".encode())
-        else:
-            text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-            writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n{text}".encode())
-        await writer.drain()
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-
-
-async def test_another_server_s_tokens_are_counted() -> None:
-    """By their ids where it tells them; else each event with text is a token of no known id."""
-    events = [
-        {"choices": [{"text": "a", "token_ids": [5, 6]}]},
-        {"choices": [{"text": "b"}]},
-        {"choices": [{"text": ""}]},
-        {"choices": [], "usage": {}},
-    ]
-    async with other_server(*events) as url, completions_target(f"theirs={url}") as target:
-        assert target.name == "theirs"
-        assert [part async for part in target.answer((1, 2), 3)] == [(5, 6), (-1,)]
-
-
-async def test_what_another_server_refuses_is_said() -> None:
-    """With its own words."""
-    async with (
-        other_server({"error": "too long"}, status="400 Bad Request") as url,
-        completions_target(url) as target,
-    ):
-        with pytest.raises(RefusedError, match=r"answers 400: .*too long"):
-            await anext(target.answer((1, 2), 3))
-    with pytest.raises(ConfigError, match="does not say which model"):
-        async with completions_target(url):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        ({"error": {"message": "out of memory"}}, "out of memory"),
-        ([1], "no completion"),
-        ("text", "no completion"),
-        ({"choices": [7]}, "no completion"),
-        ({"choices": {"a": 1}}, "no completion"),
-    ],
-)
-async def test_a_failure_in_the_midst_of_an_answer_is_that_request_s(event: object, said: str) -> None:
-    """A server that breaks down or talks otherwise ends nothing but the request."""
-    events = [{"choices": [{"text": "a", "token_ids": [5]}]}, event]
-    async with other_server(*events) as url, completions_target(url) as target:
-        answer = target.answer((1, 2), 3)
-        assert await anext(answer) == (5,)
-        with pytest.raises(RefusedError, match=said):
-            await anext(answer)
-
-
-async def test_servers_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two of one name, or one that is called as ours is, would be one in the figures."""
-    async with other_server() as url:
-        for argv in ([url, url], [f"vllm={url}", f"vllm={url}"], [f"paceline={url}"]):
-            flags = [part for text in argv for part in ("--against", text)]
-            with pytest.raises(ConfigError, match="called"):
-                await asyncio.to_thread(command.main, ["--address", "127.0.0.1:1", *flags])
-    assert capsys.readouterr().out == ""
-
-
 def test_a_server_that_is_not_there_is_said_at_once() -> None:
     """Not after every workload has been tried."""
     with pytest.raises(ConfigError, match=r"the server at 127\.0\.0\.1:1 does not answer"):
         command.main(["--address", "127.0.0.1:1"])
-
-
-@pytest.mark.parametrize("text", ["127.0.0.1:8000", "a b=http://127.0.0.1/v1", "=http://127.0.0.1/v1"])
-async def test_a_server_s_name_and_address_are_checked(text: str) -> None:
-    """Before anything is started."""
-    with pytest.raises(ConfigError, match="--against"):
-        async with completions_target(text):
-            pass
 
 
 # -- the whole
@@ -328,6 +243,27 @@ def test_a_wrong_flag_is_a_line(argv: list[str], capsys: pytest.CaptureFixture[s
         command.main(argv)
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_a_workload_that_a_server_cannot_be_asked_for_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The others are measured all the same, with the memory of what was started here."""
+    talk = Conversation((Turn((1,), 3), Turn((2,), 3)))
+    server = Server(Scripted(knows_ids=False), lambda: [os.getpid()], {"start_to_first_answer_s": 2.0})
+    found = command._Found()
+    workloads = [Workload("chat", (talk,), 1), Workload("one", (single(1),), 1)]
+    await command._take_turns(found, workloads, [server], None, "run 1 of 1")
+    (numbers,) = found.runs["scripted"]
+    assert numbers["start_to_first_answer_s"] == 2.0 and numbers["peak_rss_mb"] > 1
+    assert numbers["one_failed"] == 0 and not any(key.startswith("chat") for key in numbers)
+    assert "left out: scripted does not say its tokens' ids" in capsys.readouterr().err
+
+
+def test_programs_get_ours_theirs_and_the_ratio() -> None:
+    """Each under a key of its own."""
+    numbers = command._numbers({"mixed_8_wall_s": 1.0}, {"vllm": {"mixed_8_wall_s": 4.0}})
+    assert numbers == {"mixed_8_wall_s": 1.0, "vllm_mixed_8_wall_s": 4.0, "mixed_8_wall_s_over_vllm": 0.25}
 
 
 @pytest.mark.thorough

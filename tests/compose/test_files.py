@@ -215,6 +215,16 @@ def test_each_worker_has_a_gpu_of_its_own() -> None:
     assert sorted(ids) == [["0"], ["1"], ["2"], ["3"]]
 
 
+def test_a_worker_on_a_gpu_is_the_same_worker() -> None:
+    """Its settings are those that it has without one, but for the device and what memory is meant."""
+    plain, on_gpus = read_stack((BASE, FLEET)), read_stack((BASE, FLEET, GPU))
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        settings = settings_of(on_gpus, name)
+        assert (settings.device, settings.gpu_memory_share) == ("cuda:0", 0.9)
+        same = dataclasses.replace(settings, device="auto", kv_memory=settings_of(plain, name).kv_memory)
+        assert same == settings_of(plain, name)
+
+
 def test_what_gpus_compile_is_kept() -> None:
     """Triton's cache is on a volume that the worker may write, and the image has the compiler that Triton calls."""
     config = read_stack((BASE, FLEET, GPU))

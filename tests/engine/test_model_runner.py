@@ -5,11 +5,16 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.core.errors import UnsupportedModelError
-from paceline.core.kv_layout import KVLayout, min_blocks
+from paceline.core.kv_layout import BlockId, KVLayout, min_blocks
 from paceline.engine.conformance.architectures import build_tiny
 from paceline.engine.forward_batch import build_forward_batch
 from paceline.engine.model_loader import use_paged_attention
-from paceline.engine.model_runner import ModelRunner, require_same_as_transformers, side_by_side
+from paceline.engine.model_runner import (
+    ModelRunner,
+    filled_blocks,
+    require_same_as_transformers,
+    side_by_side,
+)
 from paceline.engine.step import SampleTask, ScheduledSequence, SchedulerOutput
 from tests.factories import BLOCK_SIZE, GREEDY, make_id
 
@@ -36,6 +41,19 @@ def test_only_rows_that_sample_have_logits(name: str) -> None:
     none = runner.forward(build_forward_batch(SchedulerOutput((silent,), ()), BLOCK_SIZE))
     torch.testing.assert_close(one, both[1:], atol=1e-4, rtol=0)
     assert (len(both), len(none)) == (2, 0)
+
+
+def test_a_step_fills_the_blocks_whose_last_tokens_it_computes() -> None:
+    """In each group where there is one, and a shared one once."""
+    size = 4
+    tables = tuple(
+        tuple(None if block is None else BlockId(block) for block in table)
+        for table in ((1, 2, 3), (None, 12, 13))
+    )
+    item = ScheduledSequence(make_id("a"), (0,) * 6, 3, tables)
+    decode = ScheduledSequence(make_id("b"), (0,), 6, tables)
+    assert filled_blocks([item, item, decode], size) == [1, 2, 12]
+    assert filled_blocks([decode], size) == []
 
 
 def test_the_check_at_start_leaves_the_model_as_it_was() -> None:

@@ -1,6 +1,7 @@
 """Weights in fewer bits: which layers have them, how far a model goes from what it was, and that it still gives the same tokens on every path."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.engine.conformance.architectures import SERVED, build_tiny
 from paceline.engine.conformance.matrix import TINY_BLOCK_SIZE
 from paceline.engine.conformance.paths import MIN_PROMPT_TOKENS, NUM_OUTPUT_TOKENS, PATHS, Subject, run_path
 from paceline.engine.conformance.reference import random_prompt
+from paceline.engine.device import Device
 from paceline.engine.fusion import PackedLinear, pack_linears
 from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.int8_linear import native_int8
@@ -216,6 +218,37 @@ def test_a_worker_loads_it_and_says_so_in_its_fingerprint(quantization: str, tin
     assert plain.fingerprint.quantization == "none"
     with pytest.raises(FingerprintMismatchError, match="quantization"):
         plain.fingerprint.require_same_content(few.fingerprint)
+
+
+def test_on_a_gpu_it_is_refused(tiny_model_dir: Path) -> None:
+    """There would be nothing to multiply with; who asks is told so, and what was loaded is as it was."""
+    loaded = load_model(tiny_model_dir, "float32", 16)
+    elsewhere = replace(loaded, device=Device(torch.device("meta")))
+    with pytest.raises(
+        ConfigError, match="--quantization w8a8 is for CPUs, and this worker computes on meta"
+    ):
+        quantised(elsewhere, "w8a8")
+    assert not any(isinstance(each, Int8Linear) for each in loaded.model.modules())
+    assert quantised(elsewhere, "none") is elsewhere
+
+
+@torch.inference_mode()
+def test_layers_that_are_computed_together_have_few_bits_too(tiny_model_dir: Path) -> None:
+    """Where decoder layers are fused the joined products are replaced, and give what each gives apart."""
+    joined, apart = (
+        quantised(load_model(tiny_model_dir, "float32", 16, attention=attention), "w8a8")
+        for attention in ("auto", "torch")
+    )
+    names = [name for name, each in joined.model.named_modules() if isinstance(each, Int8Linear)]
+    if not any(name.endswith("qkv_proj") for name in names):
+        pytest.skip("there is no compiler")
+    assert len(names) == 4 * joined.model.config.num_hidden_layers + 1
+    prompt = random_prompt(joined.vocab_size, 40, 0)
+    found, expected = (
+        whole_reference(ModelRunner(each.model, each.layout, 8), each.layout, prompt, 4).logits
+        for each in (joined, apart)
+    )
+    assert _distance(found, expected) < DENSE["w8a8"] / 2
 
 
 @pytest.mark.parametrize(

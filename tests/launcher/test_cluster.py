@@ -13,7 +13,7 @@ import redis.asyncio
 
 from paceline.core.errors import ConfigError, ProcessLostError
 from paceline.launcher import config as launcher_config
-from paceline.launcher.cluster import LocalCluster
+from paceline.launcher.cluster import LocalCluster, may_use_gpus
 from paceline.launcher.commands import router_command, worker_command
 from paceline.launcher.config import UpConfig
 from paceline.launcher.layout import Layout, metrics_ports, router_names, router_ports
@@ -71,6 +71,8 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--listen": "unix:/r/prefill-1.sock",
         "--worker-id": "prefill-1",
         "--model": "/m",
+        "--device": "auto",
+        "--gpu-turn": "1/3",
         "--dtype": "float32",
         "--kv-dtype": "int8",
         "--mla": "expanded",
@@ -85,6 +87,25 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--cluster-token-file": "/r/cluster.token",
         "--metrics-port": "-1",
     }
+
+
+def test_workers_take_gpus_in_turns() -> None:
+    """Of both tiers together, in the order in which they are named."""
+    layout = _layout(UpConfig(topology="1P2D", device="cuda"))
+    flags = [_flags(worker_command(layout, worker)) for worker in ("prefill-0", "decode-0", "decode-1")]
+    assert [each["--gpu-turn"] for each in flags] == ["0/3", "1/3", "2/3"]
+    assert {each["--device"] for each in flags} == {"cuda"}
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "expected"),
+    [("cpu", True, False), ("auto", True, True), ("auto", False, False), ("cuda:1", False, True)],
+)
+def test_weights_that_may_go_to_gpus_need_no_memory_here(
+    device: str, has_driver: bool, expected: bool, tmp_path: Path
+) -> None:
+    """What is asked for is believed; else the driver says whether there is one."""
+    assert may_use_gpus(device, tmp_path if has_driver else tmp_path / "none") == expected
 
 
 def test_workers_are_told_which_cores_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

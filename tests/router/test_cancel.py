@@ -20,6 +20,7 @@ from router.rate_limit import MINUTE_US, RedisRateLimiter
 from router.slots import RedisSlots
 from router.tenants import new_key
 from router.tokenizer import Tokenizer
+from router.turnstile import Turnstile
 from tests.factories import make_spec
 from tests.prefix_index.conftest import EmbeddedRedis
 from tests.router.scripted_workers import ScriptedWorker, decode_started, failed, prefill_that
@@ -156,7 +157,7 @@ async def _books(server: EmbeddedRedis) -> AsyncIterator[Books]:
     index = RedisPrefixIndex(server.url, budget_s=20.0)
     keeping = asyncio.create_task(slots.keep())
     try:
-        yield Books(limiter, slots, index)
+        yield Books(limiter, slots, index, Turnstile(calls, slots, limiter, 20.0))
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -192,7 +193,7 @@ async def test_whoever_leaves_keeps_no_slot_and_no_tokens(
 
 async def _until_let_go(redis: Redis) -> None:
     for _ in range(_LOOKS):
-        if not await redis.zcard("paceline:slots:acme"):
+        if not await redis.zcard("paceline:slots:{acme}"):
             return
     raise AssertionError("a slot is still held")
 
@@ -206,5 +207,5 @@ async def _charged(redis: Redis, most: int) -> int:
 
 
 async def _num_tokens(redis: Redis) -> int:
-    value = await redis.get("paceline:rate:tokens:acme")
+    value = await redis.get("paceline:rate:tokens:{acme}")
     return round(int(str(value, "ascii").partition(":")[0]) / MINUTE_US) if isinstance(value, bytes) else 0

@@ -348,3 +348,38 @@ async def test_a_loss_is_not_waited_for(worker: ScriptedWorker) -> None:
     finally:
         await asyncio.gather(running, return_exceptions=True)
         await channels.aclose()
+
+
+async def test_a_first_token_goes_before_those_that_only_go_on() -> None:
+    """Of one step's tokens: to send all the others takes a while, and who waits for a first one has waited longest."""
+    channels = Channels()
+    link = DecodeLink(channels.get("127.0.0.1:1"), "decode-0", max_buffered=8)
+    specs = [make_spec(f"r{number}", max_tokens=9) for number in range(4)]
+    # The third one had its first token from where its prompt was computed.
+    handles = [link.submit(spec, make_ticket() if number == 2 else None) for number, spec in enumerate(specs)]
+    order = list[int]()
+
+    async def read(number: int) -> None:
+        """Notes when tokens come."""
+        async for event in handles[number]:
+            order.extend(number for _ in event.tokens.token_ids)
+
+    reading = [asyncio.create_task(read(number)) for number in range(4)]
+    for step in ([0, 1], [0, 1, 2, 3]):
+        link._take(
+            decode_pb2.DecodeResponse(
+                events=[
+                    decode_pb2.SequenceEvent(
+                        request_id=f"r{number}", tokens=decode_pb2.SequenceTokens(token_ids=[7])
+                    )
+                    for number in step
+                ]
+            )
+        )
+        for _ in range(9):
+            await asyncio.sleep(0)
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    await channels.aclose()
+    assert order == [0, 1, 3, 0, 1, 2]

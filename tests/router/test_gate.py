@@ -18,7 +18,7 @@ from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
 from router.gate import Gate
 from router.in_time import Bounds
-from router.intake import Call, Intake
+from router.intake import Call, Intake, Reading
 from router.job import Job, Placed
 from router.prompt_lookup import PromptLookup
 from router.rate_limit import Grant, LocalRateLimiter, Rate
@@ -310,6 +310,6 @@ async def _read(intake: Intake, admission: AdmissionController, tenant: Tenant =
     request.stopping.max_tokens = 4
     raw = request.SerializeToString()
     async with admission.admit(tenant, len(raw)) as visit:
-        call = await intake.read(raw, RequestId("r"), visit, None)
+        call = await intake.take(Reading(raw), RequestId("r"), visit, None)
         visit.use(len(call.job.spec.prompt_ids) + 4)
         return call

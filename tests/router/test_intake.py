@@ -1,5 +1,6 @@
 """What becomes of a tenant's request before the first worker hears of it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 from paceline.core.clock import ManualClock
 from paceline.core.errors import (
     BadStopError,
+    InvalidRequestError,
     PacelineError,
     PromptTooLongError,
     RateLimitedError,
     ScopeForbiddenError,
 )
-from paceline.core.request import Priority, RequestId, SequenceSpec
+from paceline.core.request import Priority, Prompt, RequestId, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
@@ -46,10 +48,17 @@ class Desk:
             **fields,
         )
         raw = request.SerializeToString()
-        async with self._admission.admit(tenant, len(raw)) as visit:
-            call = await self.intake.read(raw, RequestId("r"), visit, time_left_s)
-            visit.use(used)
-            return call.job.spec
+        return await self.read_raw(raw, tenant, used=used, time_left_s=time_left_s)
+
+    async def read_raw(
+        self, raw: bytes, tenant: Tenant, *, used: int = 0, time_left_s: float | None = None
+    ) -> SequenceSpec:
+        """The same for any bytes."""
+        with self.intake.reading(raw, tenant) as reading:
+            async with self._admission.admit(tenant, len(raw)) as visit:
+                call = await self.intake.take(reading, RequestId("r"), visit, time_left_s)
+                visit.use(used)
+                return call.job.spec
 
     async def refused(self, tenant: Tenant, **fields: Any) -> PacelineError:
         """Why a request is not taken."""
@@ -130,3 +139,33 @@ async def test_a_request_whose_time_is_up_is_no_work(desk: Desk) -> None:
     error = await desk.refused(tenant, time_left_s=0.0, stopping=asked)
     assert error.facts() == {"phase": "queued"}
     assert (await desk.read(tenant, time_left_s=60.0, stopping=asked)).max_tokens == 10
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100_000])
+async def test_what_is_wrong_is_told_to_those_who_are_let_in(desk: Desk, num_bytes: int) -> None:
+    """A bad request counts as one, however short it is, and past the rate its sender hears of the rate alone."""
+    tenant = Tenant("acme", requests=Rate(1, 2))
+    for expected in (InvalidRequestError, InvalidRequestError, RateLimitedError):
+        with pytest.raises(PacelineError) as caught:
+            await desk.read_raw(b"\xff" * num_bytes, tenant)
+        assert isinstance(caught.value, expected)
+
+
+async def test_what_is_long_is_not_read_before_its_sender_is_let_in(
+    desk: Desk, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is short costs less than the refusal."""
+    tenant, seen = Tenant("acme"), list[Prompt]()
+
+    async def aencode(prompt: Prompt) -> tuple[int, ...]:
+        """Tells what is tokenised."""
+        seen.append(prompt)
+        return byte_level.encode(prompt)
+
+    monkeypatch.setattr(byte_level, "aencode", aencode)
+    for num_words in (2, 2000):
+        request = inference_pb2.GenerateRequest(text="word " * num_words)
+        with desk.intake.reading(request.SerializeToString(), tenant):
+            for _ in range(3):
+                await asyncio.sleep(0)
+    assert [len(prompt) for prompt in seen] == [len("word ") * 2]

@@ -57,6 +57,8 @@ def _finish(output: OutputStream, responses: list[Response]) -> inference_pb2.Fi
     return responses[-1].finish
 
 
+FIRST = (Tokens((5,), None),)
+
 # -- before the first token
 
 
@@ -80,10 +82,12 @@ def test_a_later_attempt_is_told_as_a_migration(byte_level: Tokenizer) -> None:
         PromptComputed(4, "prefill-0"),
         Placed(1, is_local=True, reason="PEER_LOST"),
         PromptComputed(6, "decode-1"),
+        *FIRST,
     )
     kinds = [response.WhichOneof("event") for response in responses]
-    assert kinds == ["accepted", "prefill_done", "migrated"]
-    assert responses[2].migrated == inference_pb2.Migrated(attempt=1, reason="PEER_LOST")
+    assert kinds == ["accepted", "migrated", "delta", "prefill_done"]
+    assert responses[1].migrated == inference_pb2.Migrated(attempt=1, reason="PEER_LOST")
+    assert responses[3].prefill_done.prefill_worker == "prefill-0"
 
 
 def test_a_request_is_accepted_once_a_worker_has_been_asked(byte_level: Tokenizer) -> None:
@@ -93,8 +97,11 @@ def test_a_request_is_accepted_once_a_worker_has_been_asked(byte_level: Tokenize
 
 
 def test_progress_and_the_end_of_the_prefill_are_told_with_lengths(byte_level: Tokenizer) -> None:
-    """Tokens computed, of how many, how many cached, and by whom."""
-    progress, done = _take(_stream(byte_level), PromptProgress(3), PromptComputed(4, "prefill-0"))
+    """Tokens computed, of how many, how many cached, and by whom; the first token does not wait for that to be sent."""
+    progress, delta, done = _take(
+        _stream(byte_level), PromptProgress(3), PromptComputed(4, "prefill-0"), *FIRST
+    )
+    assert tuple(delta.delta.token_ids) == FIRST[0].token_ids
     assert progress.progress == inference_pb2.Progress(computed_tokens=3, prompt_tokens=7)
     assert done.prefill_done == inference_pb2.PrefillDone(
         prompt_tokens=7, cached_tokens=4, prefill_worker="prefill-0"
@@ -104,9 +111,8 @@ def test_progress_and_the_end_of_the_prefill_are_told_with_lengths(byte_level: T
 def test_log_probabilities_of_the_prompt_are_told_with_its_end(byte_level: Tokenizer) -> None:
     """As they came, and once: a later attempt's are not told again."""
     entries = tuple(generation_pb2.TokenLogprob(token_id=n, logprob=-n) for n in range(1, 7))
-    (done,) = _take(
-        _stream(byte_level), PromptComputed(0, "prefill-0", entries), PromptComputed(0, "decode-0", entries)
-    )
+    computed = PromptComputed(0, "prefill-0", entries), PromptComputed(0, "decode-0", entries)
+    _, done, _ = _take(_stream(byte_level), computed[0], *FIRST, computed[1], *FIRST)
     assert tuple(done.prefill_done.prompt_logprobs) == entries
 
 
@@ -238,7 +244,9 @@ def test_each_candidate_has_its_own_text_stop_string_and_end(
     before = output.finish_reason
     later = output.take(Tokens(other, FinishReason.LENGTH, (), 0))
     assert (before, output.finish_reason) == (None, FinishReason.LENGTH)
-    assert [response.index for response in responses] == [0, 0, *[1] * (len(responses) - 2)]
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds[:3] == ["accepted", "delta", "prefill_done"]
+    assert [response.index for response in responses] == [0, 1, 0, *[1] * (len(responses) - 3)]
     assert {response.index for response in later} == {0}
     assert (_text(responses), _text(later)) == ("one two ", "four")
     first, second = responses[-1].finish, later[-1].finish

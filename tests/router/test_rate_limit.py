@@ -125,7 +125,7 @@ async def table(embedded_redis: EmbeddedRedis) -> AsyncIterator[Redis]:
         yield client
 
 
-KEY = "paceline:rate:requests:acme"
+KEY = "paceline:rate:requests:{acme}"
 
 
 async def stored(table: Redis) -> Level:

@@ -77,11 +77,11 @@ async def test_a_stop_string_is_the_last_word_on_its_candidate(
 async def test_a_long_prompt_says_how_far_it_is_until_it_is_done(
     tiny_tokenizer_dir: Path, byte_level: Tokenizer, disaggregate: str
 ) -> None:
-    """Eighteen tokens at eight a step, whoever computes them: progress, then the prompt's end, then the first token."""
+    """Eighteen tokens at eight a step, whoever computes them: progress, then the first token, and that the prompt is done."""
     async with whole_router(tiny_tokenizer_dir, byte_level, disaggregate=disaggregate) as router:
         responses = await answer(router, request())
     kinds = [response.WhichOneof("event") for response in responses]
-    assert kinds[:5] == ["accepted", "progress", "progress", "prefill_done", "delta"]
+    assert kinds[:5] == ["accepted", "progress", "progress", "delta", "prefill_done"]
     progress = [response.progress for response in responses if response.HasField("progress")]
     assert [(each.computed_tokens, each.prompt_tokens) for each in progress] == [(8, 18), (16, 18)]
 
@@ -128,8 +128,8 @@ async def test_what_we_have_lost_costs_only_the_tokens_that_came(
     assert (caught.value.reason, len(lost.submits)) == ("PEER_LOST", 1)
     num_tokens = sum(len(response.delta.token_ids) for response in call.responses)
     rate = Rate(1000, 1000)
-    assert limiter.pour("tokens:acme", rate, 1000 - num_tokens) == 0
-    assert limiter.pour("tokens:acme", rate, 1) > 0
+    assert limiter.pour("tokens:{acme}", rate, 1000 - num_tokens) == 0
+    assert limiter.pour("tokens:{acme}", rate, 1) > 0
 
 
 class Deaf(Call):

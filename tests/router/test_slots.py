@@ -13,7 +13,7 @@ from paceline.prefix_index.redis_calls import RedisCalls
 from router.slots import LEASE_S, LocalSlots, RedisSlots, Slots
 from tests.prefix_index.conftest import EmbeddedRedis
 
-KEY = "paceline:slots:acme"
+KEY = "paceline:slots:{acme}"
 
 
 def slots_of(server: EmbeddedRedis, clock: ManualClock) -> RedisSlots:

@@ -184,3 +184,14 @@ def test_a_process_that_only_tokenises_loads_no_torch(tiny_tokenizer_dir: Path) 
         [sys.executable, "-c", code, str(tiny_tokenizer_dir)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_prompt_is_never_cut_or_filled(tmp_path: Path) -> None:
+    """Whatever the tokenizer's file says of lengths."""
+    write_tiny_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    whole = backend.encode("one two three").ids
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert list(Tokenizer(tmp_path).encode("one two three")) == whole

@@ -27,6 +27,7 @@ from router.service import InferenceServicer
 from router.slots import LocalSlots, Slots
 from router.tenants import Tenants
 from router.tokenizer import Tokenizer
+from router.turnstile import Turnstile
 from router.workers import WorkerRegistry
 from tests.router.cluster import DECODE, PREFILL
 from tests.router.scripted_workers import ScriptedWorker
@@ -80,6 +81,7 @@ class Books:
     limiter: RateLimiter = field(default_factory=LocalRateLimiter)
     slots: Slots = field(default_factory=LocalSlots)
     index: PrefixIndex = field(default_factory=MemoryPrefixIndex)
+    turnstile: Turnstile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ async def whole_router(
         await until(lambda: len(registry.infos()) == len(addresses))
         gate = Gate(config.bounds, config.placement_rules, registry, books.index)
         admission = AdmissionController(
-            Door(config.max_requests, config.max_request_bytes), books.limiter, books.slots
+            Door(config.max_requests, config.max_request_bytes), books.limiter, books.slots, books.turnstile
         )
         dispatcher = Dispatcher(config, registry, books.index, channels)
         service = InferenceServicer(

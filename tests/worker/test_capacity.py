@@ -110,3 +110,16 @@ def test_the_longest_sequence_fills_its_blocks(num_blocks: int) -> None:
     assert LAYOUT.num_blocks_for(longest) == num_blocks
     assert LAYOUT.num_blocks_for(longest + 1) == num_blocks + 1
     assert longest_in(LAYOUT.num_blocks_for, num_blocks, 9) == min(9, longest)
+
+
+def test_a_gpus_memory_is_what_was_measured() -> None:
+    """Whatever the host has, and `kv_memory` says."""
+    config = WorkerConfig(model="m", kv_memory="1B")
+    assert plan_capacity(config, LAYOUT, OWN, 0, 300 * BLOCK_BYTES).num_blocks == 300
+
+
+def test_a_gpu_with_too_little_left_is_refused_by_its_setting() -> None:
+    """With how much there was."""
+    config = WorkerConfig(model="m", max_model_len=OWN)
+    with pytest.raises(ConfigError, match=r"--gpu-memory-share \(for KV: .*\) gives 10 KV blocks"):
+        plan_capacity(config, LAYOUT, OWN, FREE, 10 * BLOCK_BYTES)

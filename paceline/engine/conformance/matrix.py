@@ -21,8 +21,10 @@ from paceline.engine.conformance.paths import (
     make_subject,
     run_path,
 )
+from paceline.engine.fused_layer import fuse_layers
 from paceline.engine.model_loader import load_model, use_paged_attention
 from paceline.engine.model_runner import ModelRunner, require_same_as_transformers
+from paceline.engine.native_attention import NATIVE_NAME
 
 TINY_BLOCK_SIZE = 8  # tokens
 _MODEL_BLOCK_SIZE = 16
@@ -110,7 +112,8 @@ def _row(name: str, subject_of: Callable[[], Subject], say: Say, *, is_to_be_ser
 def _model_subject(
     directory: Path, num_prompt_tokens: int | None, tolerance: float, attention: str
 ) -> Subject:
-    loaded = load_model(directory, "float32", _MODEL_BLOCK_SIZE, attention="torch")
+    wanted_attention = "native" if attention == NATIVE_NAME else "torch"
+    loaded = load_model(directory, "float32", _MODEL_BLOCK_SIZE, attention=wanted_attention)
     wanted = num_prompt_tokens or _telling_length(loaded.layout)
     longest = loaded.max_model_tokens - NUM_OUTPUT_TOKENS
     subject = _checked_subject(loaded.model, loaded.layout, min(wanted, longest), attention)
@@ -120,8 +123,10 @@ def _model_subject(
 def _checked_subject(
     model: PreTrainedModel, layout: KVLayout, num_prompt_tokens: int, attention: str
 ) -> Subject:
-    """Refuses what a worker refuses at start."""
+    """Refuses what a worker refuses at start; layers are fused where a worker's are."""
     model.set_attn_implementation(attention)
+    if attention == NATIVE_NAME:
+        fuse_layers(model)
     require_same_as_transformers(ModelRunner(model, layout, min_blocks(layout)), model, layout)
     return make_subject(model, layout, num_prompt_tokens=num_prompt_tokens, attention=attention)
 

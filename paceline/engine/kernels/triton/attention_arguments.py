@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.core.kv_layout import LayerKV
 from paceline.engine.attention import AttentionRules
+from paceline.engine.device import Device
 from paceline.engine.forward_batch import QueryRange
 from paceline.engine.kernels.cpu.paged_attention import RaggedTables
 from paceline.engine.kernels.triton.layer_views import PLAIN, LayerViews, width_of
@@ -28,7 +29,7 @@ class RaggedBatch:
     def of(cls, queries: Sequence[QueryRange], group: int, device: torch.device | str) -> "RaggedBatch":
         """Those of some sequences, at least one; the same for all layers of a group."""
         tables = RaggedTables.of(queries, group)
-        on_device = RaggedTables(tables.sequences.to(device), tables.tables.to(device))
+        on_device = RaggedTables(*Device(torch.device(device)).upload((tables.sequences, tables.tables)))
         tokens, contexts = zip(*((part.last - part.first, part.context) for part in queries), strict=True)
         return cls(on_device, max(tokens), max(contexts))
 

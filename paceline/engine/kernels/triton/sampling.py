@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.engine.device import Device
 from paceline.engine.kernels.triton.launch import Launch
 from paceline.engine.sampler import uniform
 from paceline.engine.step import SampleTask
@@ -44,16 +45,23 @@ class SamplingRows:
             for task, position in zip(tasks, positions, strict=True)
         ]
 
-        def column(of_rows: Sequence[float]) -> Tensor:
-            return torch.tensor(of_rows, dtype=torch.float64).to(device)
-
-        return cls(
-            column([each.temperature for each in params]),
-            torch.tensor([each.top_k for each in params], dtype=torch.int32).to(device),
-            column([each.top_p for each in params]),
-            column([each.min_p for each in params]),
-            column(numbers),
+        columns = (
+            [each.temperature for each in params],
+            [each.top_k for each in params],
+            [each.top_p for each in params],
+            [each.min_p for each in params],
+            numbers,
         )
+        # By one copy: whole numbers of this size are the same in float64.
+        bits = torch.tensor(columns, dtype=torch.float64).view(torch.int64)
+        (there,) = Device(torch.device(device)).upload((bits,))
+        temperatures, top_ks, top_ps, min_ps, drawn = there.view(torch.float64)
+        return cls(temperatures, top_ks.int(), top_ps, min_ps, drawn)
+
+
+def choose_tokens(logits: Tensor, tasks: Sequence[SampleTask], positions: Sequence[int]) -> Tensor:
+    """See `choose_tokens` in sampler.py."""
+    return sample_tokens(logits, SamplingRows.of(tasks, positions, logits.device))
 
 
 def sample_tokens(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -97,7 +97,7 @@ def require_stored(layer: LayerKV, kv_dtype: str, keys: Tensor, values: Tensor, 
     plain.write_tokens(1, slots, keys, values)
     pool, views = copy_on(ours, LayerViews.of(ours, 1), device)
     write_kv(views, slots.to(device), keys.to(device), values.to(device))
-    torch.frombuffer(ours.pool.buffer, dtype=torch.uint8).copy_(pool)
+    ours.blocks.view(-1).copy_(pool)
     assert torch.equal(_contents(ours), _contents(plain))
 
 
@@ -105,7 +105,7 @@ def _contents(cache: KVCache) -> Tensor:
     """All bytes of a cache. A scale that is no number is one, whichever it is."""
     for scales in (*cache.key_scales, *cache.value_scales):
         scales.nan_to_num_(nan=-1.0, posinf=math.inf)
-    return torch.frombuffer(cache.pool.buffer, dtype=torch.uint8).clone()
+    return cache.blocks.flatten().clone()
 
 
 def tasks_of(num_rows: int, seed: int = 0) -> list[SampleTask]:

@@ -24,7 +24,7 @@ _DTYPES = {FLOAT16: torch.float16, "bfloat16": torch.bfloat16}
 
 def copy_on(cache: KVCache, views: LayerViews, device: str) -> tuple[Tensor, LayerViews]:
     """The bytes of a pool on that device, and a layer's views of them."""
-    pool = torch.frombuffer(cache.pool.buffer, dtype=torch.uint8).clone().to(device)
+    pool = cache.blocks.flatten().clone().to(device)
 
     def copied(view: Tensor) -> Tensor:
         return pool.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,44 +1,20 @@
 """Whole models whose attention is that of the kernels: every path through the engine equals plain transformers."""
 
 from functools import cache
-from typing import Any
 
 import pytest
-from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from paceline.engine.attention import store_tokens
 from paceline.engine.conformance.matrix import tiny_subject
 from paceline.engine.conformance.paths import PATHS, Subject, run_path
-from paceline.engine.kernels.triton.layer_views import LayerViews
-from paceline.engine.kernels.triton.paged_attention import StepTables, paged_attention
+from paceline.engine.triton_attention import TRITON_NAME
 
-NAME = "triton_in_the_interpreter"
 # Plain; soft caps and windows; value heads of another size; keys and values that layers share; all tokens' logits.
 KINDS = ("llama", "gemma2", "deepseek_v3", "gemma4", "gpt2")
 
 
-def triton_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """See `paged_attention` in attention.py."""
-    context, layer, rules = store_tokens(module, query, key, value, attention_mask, kwargs)
-    tables = StepTables.of(context.batch.queries, context.cache.group_of[layer], query.device)
-    views = LayerViews.of(context.cache, layer)
-    return paged_attention(query[0].transpose(0, 1), views, tables, rules).unsqueeze(0), None
-
-
-AttentionInterface.register(NAME, triton_attention)
-
-
 @cache
 def _subject(name: str) -> Subject:
-    return tiny_subject(name, NAME)
+    return tiny_subject(name, TRITON_NAME)
 
 
 def _require_passed(name: str, path: str) -> None:
