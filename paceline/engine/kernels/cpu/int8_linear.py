@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.engine.kernels.cpu.build import NoKernelError, load
+from paceline.engine.kernels.cpu.large_pages import LargePages
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 _PANEL_CHANNELS, _QUAD, _FILL = 32, 4, 16
@@ -69,18 +70,23 @@ def native_int8() -> MakesInt8Product:
         raise NoKernelError("this processor has no instructions that multiply bytes (AVX512-VNNI, AVX-VNNI)")
     function = library.paceline_int8_linear
     function.argtypes, function.restype = (ctypes.POINTER(_Weights), ctypes.POINTER(_Rows)), None
-    return partial(_NativeInt8, function)
+    return partial(_NativeInt8, function, LargePages())
 
 
 class _NativeInt8:
     """A layer's weights as the kernel reads them."""
 
     def __init__(
-        self, function: "ctypes._NamedFuncPointer", codes: Tensor, units: Tensor, bias: Tensor | None
+        self,
+        function: "ctypes._NamedFuncPointer",
+        pages: LargePages,
+        codes: Tensor,
+        units: Tensor,
+        bias: Tensor | None,
     ) -> None:
         self._function = function
         self._num_channels, self._num_features = codes.shape
-        self._panels, self._units = _panels_of(codes), _for_panels(units)
+        self._panels, self._units = pages.keep(_panels_of(codes)), _for_panels(units)
         self._bias = None if bias is None else _for_panels(bias.detach().float())
         addresses = (
             None if each is None else each.data_ptr() for each in (self._panels, self._units, self._bias)
