@@ -15,7 +15,7 @@ from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.cores import Cores
 from paceline.runtime.log import get_logger
-from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.memory import free_memory_bytes, give_back_freed_memory
 from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
@@ -85,6 +85,8 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     dtype = device.default_dtype(config.dtype, resolve_dtype)
     with device.entered():
         loaded = _load_checked(config, dtype, followers, device)
+        # Before anybody asks how much is free.
+        give_back_freed_memory()
         gpu_bytes = _gpu_bytes(config, loaded) if device.is_gpu else None
         capacity = _capacity(config, loaded.layout, loaded.max_model_tokens, gpu_bytes)
         runner = _runner(config, loaded, capacity, followers)
