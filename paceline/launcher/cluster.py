@@ -32,6 +32,8 @@ _SECRET_BYTES = 32
 # Turns in which a thread waits for the next piece of a step before it sleeps; some tens of microseconds. By itself it would
 # go on for milliseconds, on a core that others have meanwhile.
 _SPIN_COUNT = "10000"
+# Weights lie in large pages, as far as the system has them: a product of few rows does little but read them.
+_TUNABLES = "glibc.malloc.hugetlb=1"
 
 
 # --- what to start: decided here, done by the supervisor ----------------------------------------------------
@@ -48,7 +50,7 @@ def stages(layout: Layout) -> list[list[ProcessSpec]]:
             worker,
             worker_command(layout, worker),
             serving(layout.worker_address(worker)),
-            env={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": _SPIN_COUNT},
+            env={"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": _SPIN_COUNT, "GLIBC_TUNABLES": _TUNABLES},
         )
         for worker in (*layout.prefill, *layout.decode)
     ]
