@@ -44,11 +44,12 @@ class Call:
     visit: Visit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """What a client has sent, and what is read of it already, or why it cannot be."""
 
     raw: bytes
+    # Until the end of `Intake.reading`: an error that holds what it came from would be left to the garbage collector.
     early: "asyncio.Task[tuple[Request, tuple[int, ...]]] | None" = None
 
 
@@ -77,10 +78,12 @@ class Intake:
             return
         early = asyncio.create_task(self._read_meanwhile(raw, tenant))
         early.add_done_callback(lambda task: task.cancelled() or task.exception())
+        reading = Reading(raw, early)
         try:
-            yield Reading(raw, early)
+            yield reading
         finally:
             early.cancel()
+            reading.early = None
 
     async def _read_meanwhile(self, raw: bytes, tenant: Tenant) -> tuple[Request, tuple[int, ...]]:
         # Begun before Redis is asked, and to go on once that has left.

@@ -1,6 +1,8 @@
 """What becomes of a tenant's request before the first worker hears of it."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -149,6 +151,23 @@ async def test_what_is_wrong_is_told_to_those_who_are_let_in(desk: Desk, num_byt
         with pytest.raises(PacelineError) as caught:
             await desk.read_raw(b"\xff" * num_bytes, tenant)
         assert isinstance(caught.value, expected)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100_000])
+async def test_whoever_is_refused_leaves_nothing_to_the_garbage_collector(desk: Desk, num_bytes: int) -> None:
+    """All is gone with the error: many bad requests are no reason to look through all that there is."""
+    left = list[weakref.ref[InvalidRequestError]]()
+    gc.disable()
+    try:
+        try:
+            await desk.read_raw(b"\xff" * num_bytes, Tenant("acme"))
+        except InvalidRequestError as error:
+            left.append(weakref.ref(error))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert [error() for error in left] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_what_is_long_is_not_read_before_its_sender_is_let_in(

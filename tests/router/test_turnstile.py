@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import QueueFullError, RateLimitedError
@@ -65,6 +66,20 @@ async def test_whoever_finds_no_slot_has_taken_nothing_of_the_rate(turnstile: Tu
         for _ in range(10):
             with pytest.raises(QueueFullError):
                 await entered(turnstile, most=1)
+    assert [await entered(turnstile) for _ in range(4)] == [True, True, True, False]
+
+
+async def test_whoever_finds_no_room_after_a_flush_has_taken_nothing_of_the_rate(
+    turnstile: Turnstile, embedded_redis: EmbeddedRedis
+) -> None:
+    """Redis knows of no slot any more and would let it in; this router knows of its own."""
+    async with turnstile.slots.hold("acme", 1):
+        async with Redis.from_url(embedded_redis.url) as redis:
+            await redis.flushall()
+        for _ in range(4):
+            with pytest.raises(QueueFullError):
+                await entered(turnstile, most=1)
+            await turnstile.limiter.settled()
     assert [await entered(turnstile) for _ in range(4)] == [True, True, True, False]
 
 
