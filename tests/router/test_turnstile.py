@@ -33,6 +33,11 @@ def turnstile_at(url: str, num_routers: int = 2) -> Turnstile:
     return Turnstile(calls, slots, limiter, 20.0)
 
 
+def admission_behind(turnstile: Turnstile) -> AdmissionController:
+    """Of a router that has both, and room for all."""
+    return AdmissionController(Door(9), turnstile.limiter, turnstile.slots, turnstile)
+
+
 @pytest.fixture
 async def turnstile(embedded_redis: EmbeddedRedis) -> AsyncIterator[Turnstile]:
     """In front of a real server."""
@@ -86,7 +91,7 @@ async def test_whoever_finds_no_room_after_a_flush_has_taken_nothing_of_the_rate
 async def test_whoever_comes_too_fast_keeps_no_slot(turnstile: Turnstile) -> None:
     """The tenant's only slot is free again at once, and the wait is the rate's."""
     tenant = Tenant("acme", requests=Rate(6, 1), max_concurrent=1)
-    admission = AdmissionController(Door(9), turnstile.limiter, turnstile.slots, turnstile)
+    admission = admission_behind(turnstile)
     async with admission.admit(tenant, 0):
         pass
     for _ in range(3):
@@ -95,6 +100,32 @@ async def test_whoever_comes_too_fast_keeps_no_slot(turnstile: Turnstile) -> Non
         assert caught.value.retry_after_s == pytest.approx(10.0, abs=1.0)
     async with turnstile.slots.hold("acme", 1):
         pass
+
+
+async def test_a_tenant_has_the_bounds_that_are_set_and_no_others(turnstile: Turnstile) -> None:
+    """A slot and no rate, a rate and no slots, or neither."""
+    admission = admission_behind(turnstile)
+    async with admission.admit(Tenant("acme", max_concurrent=1), 0):
+        with pytest.raises(QueueFullError):
+            await admission.admit(Tenant("acme", max_concurrent=1), 0).__aenter__()
+        rated = Tenant("acme", requests=Rate(6, 1))
+        async with admission.admit(rated, 0):
+            with pytest.raises(RateLimitedError):
+                await admission.admit(rated, 0).__aenter__()
+        async with admission.admit(Tenant("acme"), 0):
+            pass
+
+
+async def test_a_request_that_was_not_served_is_given_back(turnstile: Turnstile) -> None:
+    """As if it had been counted by itself: the only one of the burst is there for the next."""
+    admission, tenant = admission_behind(turnstile), Tenant("acme", requests=Rate(6, 1), max_concurrent=2)
+    for _ in range(2):
+        async with admission.admit(tenant, 0) as visit:
+            visit.give_request_back()
+        await turnstile.limiter.settled()
+    async with admission.admit(tenant, 0):
+        with pytest.raises(RateLimitedError):
+            await admission.admit(tenant, 0).__aenter__()
 
 
 async def test_without_redis_a_router_has_its_share_of_both(
