@@ -28,8 +28,8 @@ from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 
 _MAX_BYTES_PER_TOKEN = 16
-# Read in less time than it takes to refuse somebody: it need not wait until its sender has been let in.
-_SHORT_BYTES = 1024
+# Text of so many is tokenised in less time than it takes to refuse somebody: it need not wait until its sender has been let in.
+_SHORT_BYTES = 512
 # A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
 _DEADLINE_MARGIN_S = 0.05
 

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from paceline.core.errors import (
     ScopeForbiddenError,
 )
 from paceline.core.request import Priority, Prompt, RequestId, SequenceSpec
+from paceline.prefix_index.redis_calls import RedisCalls
 from paceline.v1 import generation_pb2, inference_pb2
 from router.admission import AdmissionController, Door
 from router.cache_scopes import CacheScopes
@@ -25,21 +26,23 @@ from router.gate import Gate
 from router.in_time import Bounds
 from router.intake import Intake
 from router.placement import Rules
-from router.rate_limit import LocalRateLimiter, Rate
+from router.rate_limit import MINUTE_US, LocalRateLimiter, Rate, RateLimiter, RedisRateLimiter
 from router.slots import LocalSlots
 from router.tenants import Tenant
 from router.tokenizer import Tokenizer
 from tests.router.cluster import scripted_cluster
 
 ACME = Tenant("acme")
+RATED = Tenant("acme", requests=Rate(1, 1))
 
 
 class Desk:
     """An intake behind a door, on a clock that stands."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, limiter: RateLimiter | None = None) -> None:
         self.intake = intake
-        self._admission = AdmissionController(Door(9), LocalRateLimiter(ManualClock(1000.0)), LocalSlots())
+        limiter = limiter or LocalRateLimiter(ManualClock(1000.0))
+        self._admission = AdmissionController(Door(9), limiter, LocalSlots())
 
     async def read(
         self, tenant: Tenant, *, used: int = 0, time_left_s: float | None = None, **fields: Any
@@ -67,6 +70,13 @@ class Desk:
         with pytest.raises(PacelineError) as caught:
             await self.read(tenant, **fields)
         return caught.value
+
+
+def behind_redis(desk: Desk, answer: Callable[[], Awaitable[int]]) -> Desk:
+    """The same with rates in a Redis that answers so."""
+    calls = RedisCalls("unix:///nowhere")
+    setattr(calls, "run_script", lambda *_: answer())  # noqa: B010
+    return Desk(desk.intake, RedisRateLimiter(calls, budget_s=20.0, num_routers=1))
 
 
 @pytest.fixture
@@ -168,6 +178,66 @@ async def test_whoever_is_refused_leaves_nothing_to_the_garbage_collector(desk: 
         assert [error() for error in left] == [None]
     finally:
         gc.enable()
+
+
+async def test_what_is_short_is_read_once_redis_has_been_asked(
+    desk: Desk, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the answer is on its way, not before the question is."""
+    said, is_read = list[str](), asyncio.Event()
+
+    async def answer() -> int:
+        """A server's, which lets in whoever has been read meanwhile."""
+        said.append("asked")
+        await is_read.wait()
+        return 0
+
+    async def aencode(prompt: Prompt) -> tuple[int, ...]:
+        """Tells when it is."""
+        said.append("read")
+        is_read.set()
+        return byte_level.encode(prompt)
+
+    monkeypatch.setattr(byte_level, "aencode", aencode)
+    assert (await behind_redis(desk, answer).read(RATED)).tenant == "acme"
+    assert said == ["asked", "read"]
+
+
+async def test_whoever_is_refused_hears_of_nothing_else_and_neither_does_the_log(desk: Desk) -> None:
+    """A bad request past its rate, which was read before the answer came."""
+    complaints = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+
+    async def answer() -> int:
+        """A server's, a while after it was asked: a minute."""
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return MINUTE_US
+
+    for _ in range(3):
+        with pytest.raises(RateLimitedError):
+            await behind_redis(desk, answer).read_raw(b"\xff", RATED)
+    gc.collect()
+    assert complaints == []
+
+
+async def test_whoever_is_refused_at_once_is_not_read(
+    desk: Desk, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here or at the door: nothing is done for it then."""
+    await desk.read(RATED)
+    seen = list[Prompt]()
+
+    async def aencode(prompt: Prompt) -> tuple[int, ...]:
+        """Tells what is tokenised."""
+        seen.append(prompt)
+        return byte_level.encode(prompt)
+
+    monkeypatch.setattr(byte_level, "aencode", aencode)
+    assert isinstance(await desk.refused(RATED), RateLimitedError)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert seen == []
 
 
 async def test_what_is_long_is_not_read_before_its_sender_is_let_in(
