@@ -77,11 +77,11 @@ class Intake:
             yield Reading(raw)
             return
         early = asyncio.create_task(self._read_meanwhile(raw, tenant))
-        early.add_done_callback(lambda task: task.cancelled() or task.exception())
         reading = Reading(raw, early)
         try:
             yield reading
         finally:
+            # Also of one that has failed: nobody need hear why.
             early.cancel()
             reading.early = None
 
