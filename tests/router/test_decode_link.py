@@ -365,6 +365,9 @@ async def test_a_first_token_goes_before_those_that_only_go_on() -> None:
             order.extend(number for _ in event.tokens.token_ids)
 
     reading = [asyncio.create_task(read(number)) for number in range(4)]
+    # Of the fourth one a step has begun the prompt; that is no token.
+    begun = decode_pb2.SequenceEvent(request_id="r3", started=decode_pb2.SequenceStarted())
+    link._take(decode_pb2.DecodeResponse(events=[begun]))
     for step in ([0, 1], [0, 1, 2, 3]):
         link._take(
             decode_pb2.DecodeResponse(
