@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.clock import ManualClock
+from paceline.core.clock import ManualClock, monotonic
 from paceline.core.errors import (
     BadStopError,
     InvalidRequestError,
@@ -25,6 +25,7 @@ from router.cache_scopes import CacheScopes
 from router.gate import Gate
 from router.in_time import Bounds
 from router.intake import Intake
+from router.job import Job
 from router.placement import Rules
 from router.rate_limit import MINUTE_US, LocalRateLimiter, Rate, RateLimiter, RedisRateLimiter
 from router.slots import LocalSlots
@@ -53,17 +54,17 @@ class Desk:
             **fields,
         )
         raw = request.SerializeToString()
-        return await self.read_raw(raw, tenant, used=used, time_left_s=time_left_s)
+        return (await self.read_raw(raw, tenant, used=used, time_left_s=time_left_s)).spec
 
     async def read_raw(
         self, raw: bytes, tenant: Tenant, *, used: int = 0, time_left_s: float | None = None
-    ) -> SequenceSpec:
-        """The same for any bytes."""
+    ) -> Job:
+        """The same for any bytes, and what else is known of it."""
         with self.intake.reading(raw, tenant) as reading:
             async with self._admission.admit(tenant, len(raw)) as visit:
                 call = await self.intake.take(reading, RequestId("r"), visit, time_left_s)
                 visit.use(used)
-                return call.job.spec
+                return call.job
 
     async def refused(self, tenant: Tenant, **fields: Any) -> PacelineError:
         """Why a request is not taken."""
@@ -201,6 +202,21 @@ async def test_what_is_short_is_read_once_redis_has_been_asked(
     monkeypatch.setattr(byte_level, "aencode", aencode)
     assert (await behind_redis(desk, answer).read(RATED)).tenant == "acme"
     assert said == ["asked", "read"]
+
+
+@pytest.mark.parametrize("num_words", [2, 200])
+async def test_the_time_to_first_token_begins_before_redis_is_asked(desk: Desk, num_words: int) -> None:
+    """However long it takes to answer; the client's deadline is counted from when that was looked at."""
+    request, asked_s = inference_pb2.GenerateRequest(text="one " * num_words), list[float]()
+
+    async def answer() -> int:
+        """A server's, a while after it was asked."""
+        asked_s.append(monotonic())
+        return 0
+
+    job = await behind_redis(desk, answer).read_raw(request.SerializeToString(), RATED, time_left_s=60.0)
+    assert job.deadline_s is not None
+    assert job.timeline.received_s < asked_s[0] < job.deadline_s - 59.0
 
 
 async def test_whoever_is_refused_hears_of_nothing_else_and_neither_does_the_log(desk: Desk) -> None:
