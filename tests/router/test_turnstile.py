@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from paceline.core.clock import ManualClock
 from paceline.core.errors import QueueFullError, RateLimitedError
 from paceline.prefix_index.redis_calls import RedisCalls
 from router.admission import AdmissionController, Door
+from router.config import RouterConfig
 from router.rate_limit import Rate, RedisRateLimiter
+from router.server import _counters
 from router.slots import RedisSlots
 from router.tenants import Tenant
 from router.turnstile import Turnstile
@@ -171,6 +174,20 @@ async def test_an_answer_that_cannot_be_is_none(
     monkeypatch.setattr("router.turnstile.ENTER", f"return {lie}")
     async with turnstile.enter("acme", 2, BUCKET, RATE) as grant:
         assert (grant.wait_us, grant.is_shared) == (0, False)
+
+
+async def test_a_router_asks_for_both_together_where_redis_has_them(
+    embedded_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """With tenants and a Redis; without either there is nothing to ask."""
+    known = RouterConfig(model="m", prefill="127.0.0.1:1", decode="127.0.0.1:2", redis=embedded_redis.url)
+    limited = replace(known, tenants=str(tmp_path / "tenants.toml"))
+    async with _counters(limited) as (limiter, slots, both):
+        assert both is not None
+        assert (both.limiter, both.slots) == (limiter, slots)
+    for config in (known, replace(limited, redis="")):
+        async with _counters(config) as (_, _, both):
+            assert both is None
 
 
 @pytest.mark.thorough
