@@ -10,16 +10,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.engine.kernels.cpu.build import NoKernelError
+from paceline.engine.kernels.cpu.few_rows import MAX_ROWS, FewRows
 from paceline.runtime.log import get_logger
 
 # How many rows the layout is chosen for. Measured with 1 to 512: it makes no difference.
 _NUM_ROWS = 32
+_NUM_TRIED = 3
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 log = get_logger()
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight in oneDNN's own layout; what it gives is the same up to rounding."""
+    """`nn.Linear` with its weight in oneDNN's own layout; what it gives is the same up to rounding.
+
+    A few rows are multiplied by a kernel of ours, where it can be had and gives what oneDNN gives.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -29,6 +35,7 @@ class PackedLinear(nn.Module):
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - torch's own way in when it compiles a model
             linear.weight.detach(), _NUM_ROWS
         )
+        self._few_rows = self._find_few_rows()
 
     @property
     def weight(self) -> Tensor:
@@ -37,8 +44,27 @@ class PackedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """`rows` [..., in_features]; gives [..., out_features]."""
+        few_rows = self._few_rows
+        if few_rows is None or rows.numel() > MAX_ROWS * self.in_features or not rows.is_contiguous():
+            return self._multiply(rows)
+        return few_rows(rows.view(-1, self.in_features)).view(*rows.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         product = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")  # noqa: SLF001 - the same
         return cast("Tensor", product)
+
+    def _find_few_rows(self) -> FewRows | None:
+        """Nobody promises how oneDNN packs a weight: what it gives shows whether it is as we read it."""
+        if self._packed.dtype is not torch.bfloat16:
+            return None
+        rows = torch.randn(
+            _NUM_TRIED, self.in_features, generator=torch.Generator().manual_seed(0)
+        ).bfloat16()
+        try:
+            few_rows = FewRows(self._packed, self.out_features, self.in_features, self.bias)
+        except NoKernelError:
+            return None
+        return few_rows if is_same(few_rows(rows), self._multiply(rows)) else None
 
 
 @torch.inference_mode()
