@@ -14,6 +14,7 @@ BENCHMARKS = {
     "gpu": "on a GPU: kernels beside their plain forms, and decode and prefill beside the roofline",
     "kv": "the hand-over: bytes a second by transport, beside a plain copy",
     "kv-dtype": "KV in 8 and 4 bits: perplexity and greedy choices beside plain KV, and bytes",
+    "quantization": "weights in 8 and 4 bits: perplexity, greedy choices, and steps beside the plain weights'",
     "roofline": "memory bandwidth and matrix products of this machine, and our share of them; where a step's time goes",
     "router": "what the router adds to a request and to a token, and how many one process carries",
     "routing": "placement policies, simulated and on a real 2P2D: cache hits, TTFT, how evenly load is spread",

@@ -16,21 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.utils import logging
 
-from benchmarks.reading import BLOCK_SIZE, Tokens, generate, is_same_choice, losses
+from benchmarks.reading import BLOCK_SIZE, Tokens, generate, is_same_choice, losses, read_texts
 from paceline.engine.model_loader import LoadedModel, load_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
 
-TEXTS = Path(__file__).parent / "texts"
-TEXT_FILES = (
-    "ferry.txt",
-    "bridges.txt",
-    "documents.txt",
-)  # the last one is long: documents of this project, as they once were
 BEYOND = 4096  # positions from here on are reported apart
 PLAIN, QUANTISED = "float32", ("fp8", "int8", "int4")
 
@@ -93,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
 def _measure_all(directory: Path, args: argparse.Namespace) -> Iterator[Found]:
     """The plain variant comes first: the others are asked what it has said."""
     loaded = {weights: load_model(directory, weights, BLOCK_SIZE) for weights in ("float32", "bfloat16")}
-    texts, prompts = _read_texts(directory, loaded[PLAIN], args)
+    longest = min(args.max_tokens, loaded[PLAIN].max_model_tokens)
+    texts, prompts = read_texts(directory, longest, args.prompts)
     _say(f"greedy output of plain KV: {len(prompts)} prompts, {args.new_tokens} tokens each")
     outputs = generate(_runner(loaded, VARIANTS[0], texts, prompts, args), prompts, args.new_tokens, _say)
     material = Material(texts, prompts, outputs)
@@ -121,23 +115,6 @@ def _measure(runner: ModelRunner, variant: Variant, material: Material) -> Found
         greedy_agreement=float(same.double().mean()),
         greedy_until_first=float(same.double().cumprod(1).mean()),
         duration_s=time.perf_counter() - start_s,
-    )
-
-
-# -- what is read
-
-
-def _read_texts(
-    directory: Path, loaded: LoadedModel, args: argparse.Namespace
-) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """Texts, the long one last, and prompts; none longer than asked for, or than the model's context."""
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    longest = min(args.max_tokens, loaded.max_model_tokens)
-    texts = [(TEXTS / name).read_text(encoding="utf-8") for name in TEXT_FILES]
-    prompts = (TEXTS / "prompts.txt").read_text(encoding="utf-8").splitlines()[: args.prompts]
-    return (
-        tuple(tuple(tokenizer.encode(text).ids[:longest]) for text in texts),
-        tuple(tuple(tokenizer.encode(prompt).ids) for prompt in prompts),
     )
 
 

@@ -29,7 +29,7 @@ from paceline.runtime.server import GrpcServer
 from paceline.v1 import kv_transfer_pb2
 
 FINGERPRINT = ModelFingerprint(
-    "bench", "bench", "bench", "bench", "uint8", "uint8", "bench", "0/1", 16, "fast"
+    "bench", "bench", "bench", "bench", "uint8", "uint8", "bench", "0/1", 16, "none", "fast"
 )
 BOOT_EPOCH = BootEpoch(1)
 

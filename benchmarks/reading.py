@@ -3,8 +3,10 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,7 +20,27 @@ BLOCK_SIZE = 16
 _CHUNK_TOKENS = 512
 _SLICE_ROWS = 128  # of logits that are looked at at once; a row has tens of thousands
 
+_TEXTS = Path(__file__).parent / "texts"
+_TEXT_FILES = (
+    "ferry.txt",
+    "bridges.txt",
+    "documents.txt",
+)  # the last one is long: documents of this project, as they once were
+
 Tokens = tuple[int, ...]
+
+
+def read_texts(
+    directory: Path, max_tokens: int, num_prompts: int
+) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
+    """Texts of at most so many tokens, the long one last, and prompts; `directory` has the model's tokenizer."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = [(_TEXTS / name).read_text(encoding="utf-8") for name in _TEXT_FILES]
+    prompts = (_TEXTS / "prompts.txt").read_text(encoding="utf-8").splitlines()[:num_prompts]
+    return (
+        tuple(tuple(tokenizer.encode(text).ids[:max_tokens]) for text in texts),
+        tuple(tuple(tokenizer.encode(prompt).ids) for prompt in prompts),
+    )
 
 
 def losses(runner: ModelRunner, text: Tokens) -> Tensor:
@@ -59,6 +81,14 @@ def is_same_choice(runner: ModelRunner, prompt: Tokens, output: Tokens) -> Tenso
     text = prompt + output[:-1]
     choices = torch.cat([logits.argmax(-1) for _, logits in _read(runner, text)])
     return choices[len(prompt) - 1 :] == torch.tensor(output)
+
+
+def one_step(runner: ModelRunner, num_sequences: int, context: int, num_tokens: int) -> ForwardBatch:
+    """The next tokens of sequences with this context, whatever the cache has of it; the last one of each gives logits."""
+    text = tuple(3 + i % 61 for i in range(context + num_tokens))
+    tables = _tables(runner, [len(text)] * num_sequences)
+    items = tuple(_scheduled(text, context, table) for table in tables)
+    return build_forward_batch(SchedulerOutput(items, ()), BLOCK_SIZE)
 
 
 # -- steps

@@ -33,6 +33,7 @@ FINGERPRINT = ModelFingerprint(
     kv_dtype="float32",
     kv_layout="l",
     kv_part="0/1",
+    quantization="none",
     arithmetic="fast",
 )
 

@@ -131,7 +131,12 @@ def _our_opener(args: argparse.Namespace) -> tuple[Opener, int]:
         return partial(running_server, args.address, args.api_key), args.vocab_size
     model = resolve_model(args.model, say)
     config = UpConfig(
-        topology=args.topology, dtype=args.dtype, runner=args.runner, config=args.config, port=0
+        topology=args.topology,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        runner=args.runner,
+        config=args.config,
+        port=0,
     )
     return partial(own_server, config, model), vocab_size_of(model)
 

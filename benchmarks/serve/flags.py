@@ -100,6 +100,11 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default=up["dtype"], help="what it computes in (default: %(default)s)")
     parser.add_argument(
+        "--quantization",
+        default=up["quantization"],
+        help="its weights, as of ./run up (default: %(default)s)",
+    )
+    parser.add_argument(
         "--runner",
         default=up["runner"],
         choices=("torch", "fake"),

@@ -23,6 +23,7 @@ class ModelFingerprint:
     kv_layout: str
     kv_part: str
     block_size: int
+    quantization: str  # of the weights: "none", "w8a8", "w4a16"
     arithmetic: str  # "fast", or in exact mode a digest of the bits that this machine computes
 
     def digest(self) -> bytes:

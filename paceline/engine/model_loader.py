@@ -155,6 +155,7 @@ def fingerprint_of(
         kv_layout=layout.digest(),
         kv_part=str(layout.part),
         block_size=layout.block_size,
+        quantization="none",
         arithmetic=exactness,
     )
 

@@ -48,6 +48,7 @@ def worker_command(layout: Layout, worker: str) -> tuple[str, ...]:
         *(("--advertise", layout.told_address(worker)) if layout.relay_dir else ()),
         *("--device", config.device, "--gpu-turn", _gpu_turn(layout, worker)),
         *("--dtype", config.dtype, "--kv-dtype", config.kv_dtype, "--mla", config.mla),
+        *("--quantization", config.quantization),
         *("--exactness", config.exactness, "--runner", config.runner, "--kv-transport", config.kv_transport),
         # Where it is not said here, each tier's section may say it.
         *(("--tp", str(config.tp)) if config.tp > 1 else ()),

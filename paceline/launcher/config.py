@@ -14,7 +14,7 @@ from paceline.prefix_index.redis_url import parse_redis_url
 from paceline.runtime.config import option
 from paceline.runtime.memory import MemorySize, shown_bytes
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_open, check_serving
+from paceline.runtime.serving import QUANTIZATIONS, check_open, check_serving
 from paceline.runtime.tls import TlsFiles
 
 # Those of the router, which this package does not import; a test holds the two alike.
@@ -64,6 +64,7 @@ _DECIDED_HERE = frozenset(
         "kv_dtype",
         "kv_transport",
         "mla",
+        "quantization",
         "exactness",
         "max_model_len",
         "kv_memory",
@@ -158,6 +159,7 @@ class UpConfig:
         "what MLA models keep: expanded keys and values, or the latent that they are made from",
         choices=("expanded", "latent"),
     )
+    quantization: str = option("none", "the bits of weights and activations", choices=QUANTIZATIONS)
     exactness: str = option(
         "fast", "exact: the same request gives the same bits on every path", choices=("fast", "exact")
     )

@@ -71,6 +71,15 @@ def keep_freed_memory(num_bytes: int = 64 << 20) -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, num_bytes // 2) and mallopt(_M_TRIM_THRESHOLD, num_bytes))
 
 
+def give_back_freed_memory() -> bool:
+    """Gives the system back what this process has freed up to now and malloc has kept; False where malloc is another one.
+
+    Loading a model lays out its weights anew, once or twice, and leaves holes of the size of the weights.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
+
+
 def keep_for_good() -> None:
     """What is there when a service has started stays to its end: the garbage collector never looks at it again.
 

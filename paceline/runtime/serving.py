@@ -6,6 +6,8 @@ from typing import Protocol
 from paceline.core.errors import ConfigError
 from paceline.runtime.memory import MemorySize
 
+QUANTIZATIONS = ("none", "w8a8", "w4a16")
+
 
 class Serving(Protocol):
     """Settings that a worker has, and that `./run up` hands on to it."""
@@ -18,6 +20,11 @@ class Serving(Protocol):
     @property
     def mla(self) -> str:
         """What MLA models keep: "expanded" or "latent"."""
+        ...
+
+    @property
+    def quantization(self) -> str:
+        """Of the weights; one of QUANTIZATIONS."""
         ...
 
     @property
@@ -55,19 +62,28 @@ def check_serving(settings: Serving) -> None:
     """Raises ConfigError for what cannot work, or would be ignored."""
     if settings.mla == "latent" and settings.exactness == "exact":
         raise ConfigError("--exactness exact serves MLA models with --mla expanded only")
+    if settings.quantization != "none" and settings.exactness == "exact":
+        raise ConfigError(
+            f"--quantization {settings.quantization} is for fast mode: exact mode computes with all bits of the weights"
+        )
     if settings.runner == "fake":
-        for name, value, default in (
-            ("mla", settings.mla, "expanded"),
-            ("kv-dtype", settings.kv_dtype, "auto"),
-        ):
-            if value != default:
-                raise ConfigError(f"--{name} {value} needs --runner torch: the fake one keeps no KV")
+        _check_fake(settings)
     _check_parts(settings)
     if settings.max_model_len < 0:
         raise ConfigError(f"--max-model-len {settings.max_model_len} is negative; 0 is the model's own limit")
     if settings.max_model_len == 1:
         raise ConfigError("--max-model-len 1 leaves no room for an output token; it must be at least 2")
     MemorySize.parse(settings.kv_memory, "--kv-memory")
+
+
+def _check_fake(settings: Serving) -> None:
+    for name, value, default, lack in (
+        ("mla", settings.mla, "expanded", "keeps no KV"),
+        ("kv-dtype", settings.kv_dtype, "auto", "keeps no KV"),
+        ("quantization", settings.quantization, "none", "has no weights"),
+    ):
+        if value != default:
+            raise ConfigError(f"--{name} {value} needs --runner torch: the fake one {lack}")
 
 
 def _check_parts(settings: Serving) -> None:
@@ -83,6 +99,8 @@ def _check_parts(settings: Serving) -> None:
         raise ConfigError(f"--exactness exact is for one process: leave {asked} out")
     if settings.mla == "latent":
         raise ConfigError(f"--mla latent is for one process: leave {asked} out")
+    if settings.quantization != "none":
+        raise ConfigError(f"--quantization {settings.quantization} is for one process: leave {asked} out")
     if settings.runner == "fake":
         raise ConfigError(f"{asked} needs --runner torch: the fake one has neither heads nor layers")
 

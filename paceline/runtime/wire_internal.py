@@ -111,6 +111,7 @@ def fingerprint_to_proto(fingerprint: ModelFingerprint) -> engine_pb2.ModelFinge
         kv_part=fingerprint.kv_part,
         block_size=fingerprint.block_size,
         arithmetic=fingerprint.arithmetic,
+        quantization=fingerprint.quantization,
     )
 
 
@@ -127,6 +128,7 @@ def fingerprint_from_proto(message: engine_pb2.ModelFingerprint) -> ModelFingerp
         kv_part=message.kv_part,
         block_size=message.block_size,
         arithmetic=message.arithmetic,
+        quantization=message.quantization,
     )
 
 

@@ -91,7 +91,7 @@ class PrefixHint(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelFingerprint(_message.Message):
-    __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout", "arithmetic", "kv_dtype", "kv_part")
+    __slots__ = ("weights", "tokenizer", "chat_template", "config", "dtype", "block_size", "kv_layout", "arithmetic", "kv_dtype", "kv_part", "quantization")
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class ModelFingerprint(_message.Message):
     ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_PART_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     weights: str
     tokenizer: str
     chat_template: str
@@ -112,7 +113,8 @@ class ModelFingerprint(_message.Message):
     arithmetic: str
     kv_dtype: str
     kv_part: str
-    def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ..., arithmetic: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_part: _Optional[str] = ...) -> None: ...
+    quantization: str
+    def __init__(self, weights: _Optional[str] = ..., tokenizer: _Optional[str] = ..., chat_template: _Optional[str] = ..., config: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ..., arithmetic: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_part: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_id", "finish_reason", "logprob", "candidate")

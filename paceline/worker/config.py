@@ -10,7 +10,7 @@ from paceline.runtime.addresses import require_reachable
 from paceline.runtime.cluster_settings import ClusterSettings, check_cluster
 from paceline.runtime.config import option
 from paceline.runtime.metrics_server import check_metrics_port
-from paceline.runtime.serving import check_serving
+from paceline.runtime.serving import QUANTIZATIONS, check_serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class WorkerConfig(ClusterSettings):
         "what MLA models keep: expanded keys and values, or the latent that they are made from",
         choices=("expanded", "latent"),
     )
+    quantization: str = option("none", "the bits of weights and activations", choices=QUANTIZATIONS)
     exactness: str = option(
         "fast",
         "exact: the same request gives the same bits on every path",

@@ -15,7 +15,7 @@ from paceline.engine.engine import Runner
 from paceline.engine.fake import FakeModelRunner, fake_layout
 from paceline.runtime.cores import Cores
 from paceline.runtime.log import get_logger
-from paceline.runtime.memory import free_memory_bytes
+from paceline.runtime.memory import free_memory_bytes, give_back_freed_memory
 from paceline.runtime.processor import resolve_dtype
 from paceline.worker.capacity import Capacity, plan_capacity
 from paceline.worker.config import WorkerConfig
@@ -85,6 +85,8 @@ def _load_torch(config: WorkerConfig, followers: "Followers | None") -> LoadedRu
     dtype = device.default_dtype(config.dtype, resolve_dtype)
     with device.entered():
         loaded = _load_checked(config, dtype, followers, device)
+        # Before anybody asks how much is free.
+        give_back_freed_memory()
         gpu_bytes = _gpu_bytes(config, loaded) if device.is_gpu else None
         capacity = _capacity(config, loaded.layout, loaded.max_model_tokens, gpu_bytes)
         runner = _runner(config, loaded, capacity, followers)
@@ -133,10 +135,11 @@ def _gpu_bytes(config: WorkerConfig, loaded: "LoadedModel") -> int:
 def _load_checked(
     config: WorkerConfig, dtype: str, followers: "Followers | None", device: "Device"
 ) -> "LoadedModel":
-    """The model, or rank 0's part of it, if it computes here what it computes by itself."""
+    """The model, or rank 0's part of it, if it computes here what it computes by itself: with all the bits of its weights, as with the KV's."""
     from paceline.engine.checked import load_checked  # noqa: PLC0415
     from paceline.engine.parallel.leader import joined_by  # noqa: PLC0415
     from paceline.engine.parallel.place import WHOLE  # noqa: PLC0415
+    from paceline.engine.quantization import quantised  # noqa: PLC0415
 
     model, attention, place = Path(config.model), config.attention, WHOLE
     if followers is not None:
@@ -154,7 +157,7 @@ def _load_checked(
     )
     if followers is not None:
         followers.wait_done()
-    return loaded
+    return quantised(loaded, config.quantization)
 
 
 def _runner(
@@ -208,6 +211,7 @@ def _load_fake(config: WorkerConfig) -> LoadedRunner:
         kv_layout=layout.digest(),
         kv_part=str(layout.part),
         block_size=config.block_size,
+        quantization=config.quantization,
         arithmetic=config.exactness,
     )
     return LoadedRunner(

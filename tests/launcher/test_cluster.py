@@ -76,6 +76,7 @@ def test_a_worker_is_told_what_it_needs() -> None:
         "--dtype": "float32",
         "--kv-dtype": "int8",
         "--mla": "expanded",
+        "--quantization": "none",
         "--exactness": "fast",
         "--redis": "unix:///r/redis.sock",
         "--threads": "3",

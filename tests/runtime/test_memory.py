@@ -1,5 +1,6 @@
 """Amounts of memory: read, shown, and found free."""
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,25 @@ def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
     sees_kept, num_left = done.stdout.split()
     assert sees_kept == "False"
     assert int(num_left) < 20_000
+
+
+_HOLES = """
+import psutil
+from paceline.runtime.memory import give_back_freed_memory, keep_freed_memory
+keep_freed_memory()
+# Every other one stays, so that no end of the heap is free.
+pieces = [bytearray(200_000) for _ in range(400)]
+del pieces[::2]
+before = psutil.Process().memory_info().rss
+print(give_back_freed_memory(), before - psutil.Process().memory_info().rss)
+"""
+
+
+def test_what_was_freed_between_what_is_used_goes_back() -> None:
+    """As weights do that were laid out anew; where malloc can."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this malloc has no such call")
+    done = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, check=True)
+    gave, num_bytes = done.stdout.split()
+    assert gave == "True"
+    assert int(num_bytes) > 20_000_000
