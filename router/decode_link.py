@@ -114,27 +114,25 @@ class DecodeLink:
 
     def _take(self, response: decode_pb2.DecodeResponse) -> None:
         """A step's events. Whoever waits for a first token has it before the others go on: to send theirs takes a while, too."""
-        going_on = list[tuple[DecodeHandle, decode_pb2.SequenceEvent]]()
+        going_on = list[tuple[SequenceId, decode_pb2.SequenceEvent]]()
         for event in response.events:
             self.is_leaving |= event.failed.reason in _LEAVING_REASONS
-            handle = self._handles.get(_sequence_id_of(event))
-            if handle is None:  # given up since
-                continue
-            if handle.has_tokens:
-                going_on.append((handle, event))
+            sequence_id = SequenceId(RequestId(event.request_id), event.attempt)
+            handle = self._handles.get(sequence_id)
+            if handle is not None and handle.has_tokens:
+                going_on.append((sequence_id, event))
             else:
-                self._put(handle, event)
-        for handle, event in going_on:
-            self._put(handle, event)
+                self._put(sequence_id, event)
+        for sequence_id, event in going_on:
+            self._put(sequence_id, event)
 
-    def _put(self, handle: DecodeHandle, event: decode_pb2.SequenceEvent) -> None:
+    def _put(self, sequence_id: SequenceId, event: decode_pb2.SequenceEvent) -> None:
+        handle = self._handles.get(sequence_id)
+        if handle is None:  # given up since, or at its end
+            return
         if handle.note_end(event):
-            self._handles.pop(_sequence_id_of(event), None)
+            del self._handles[sequence_id]
         handle.put(event)
-
-
-def _sequence_id_of(event: decode_pb2.SequenceEvent) -> SequenceId:
-    return SequenceId(RequestId(event.request_id), event.attempt)
 
 
 def first_tokens(first: engine_pb2.FirstToken, *, index: int) -> decode_pb2.SequenceTokens:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.clock import monotonic
 from paceline.core.errors import (
@@ -28,8 +28,8 @@ from router.tokenizer import Tokenizer
 from router.workers import WorkerRegistry
 
 _MAX_BYTES_PER_TOKEN = 16
-# Read in less time than it takes to refuse somebody: it need not wait until its sender has been let in.
-_SHORT_BYTES = 1024
+# Text of so many is tokenised in less time than it takes to refuse somebody: it need not wait until its sender has been let in.
+_SHORT_BYTES = 512
 # A deadline is met this much early, so that its error is ours, with its phase, and not the caller's own clock's.
 _DEADLINE_MARGIN_S = 0.05
 
@@ -44,11 +44,14 @@ class Call:
     visit: Visit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reading:
     """What a client has sent, and what is read of it already, or why it cannot be."""
 
     raw: bytes
+    # It begins here, so that what is asked of Redis is a part of the time to first token.
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
+    # Until the end of `Intake.reading`: an error that holds what it came from would be left to the garbage collector.
     early: "asyncio.Task[tuple[Request, tuple[int, ...]]] | None" = None
 
 
@@ -76,11 +79,13 @@ class Intake:
             yield Reading(raw)
             return
         early = asyncio.create_task(self._read_meanwhile(raw, tenant))
-        early.add_done_callback(lambda task: task.cancelled() or task.exception())
+        reading = Reading(raw, early=early)
         try:
-            yield Reading(raw, early)
+            yield reading
         finally:
+            # Also of one that has failed: nobody need hear why.
             early.cancel()
+            reading.early = None
 
     async def _read_meanwhile(self, raw: bytes, tenant: Tenant) -> tuple[Request, tuple[int, ...]]:
         # Begun before Redis is asked, and to go on once that has left.
@@ -96,11 +101,11 @@ class Intake:
         self, reading: Reading, request_id: RequestId, visit: Visit, time_remaining_s: float | None
     ) -> Call:
         """Everything before the first worker hears of a request that was let in; raises what refuses it."""
-        timeline = RequestTimeline()
+        timeline, now_s = reading.timeline, monotonic()
         request, prompt_ids = await (reading.early or self._read(reading.raw, visit.tenant))
         job = self._job(request, request_id, prompt_ids, timeline, visit.tenant)
         if time_remaining_s is not None:
-            job.deadline_s = timeline.received_s + time_remaining_s - _DEADLINE_MARGIN_S
+            job.deadline_s = now_s + time_remaining_s - _DEADLINE_MARGIN_S
             if job.deadline_s <= monotonic():
                 raise DeadlineError("queued")
         await self._require_time(job, visit)
@@ -197,9 +202,9 @@ class Intake:
 
     def _max_tokens(self, stopping: StopConditions, num_prompt: int, num_left: int, most: int) -> int:
         """What was asked for, or the default; raises BadStopError when that does not fit behind the prompt."""
-        for field, number in (("max_tokens", stopping.max_tokens or 0), ("min_tokens", stopping.min_tokens)):
+        for name, number in (("max_tokens", stopping.max_tokens or 0), ("min_tokens", stopping.min_tokens)):
             if number > num_left:
                 problem = f"is {number}; after this prompt of {num_prompt} tokens {num_left} fit"
-                raise BadStopError(f"stopping.{field}", problem)
+                raise BadStopError(f"stopping.{name}", problem)
         default = max(self._config.default_max_tokens, stopping.min_tokens)
         return stopping.max_tokens or min(default, num_left, most)

@@ -11,13 +11,15 @@ from typing import Protocol
 
 from paceline.core.clock import Clock, monotonic
 from paceline.core.errors import QueueFullError
-from paceline.prefix_index.redis_calls import RedisCalls
+from paceline.prefix_index.redis_calls import NoAnswer, RedisCalls
 
 # Nothing measures yet how soon a place becomes free; a second is long against a step and short for a person.
 RETRY_AFTER_S = 1.0
 # What a router that is lost held comes back so long after it last said that it lives.
 LEASE_S = 30
 _RENEW_S = 10.0
+# Of a tenant's slots that were let go while Redis was away.
+_MAX_UNTOLD = 1000
 _KEY = "paceline:slots:"
 
 # The key is a tenant's slots, each with the microsecond of the server's clock at which it ends. ARGV, behind the first `skip`: a new
@@ -145,7 +147,7 @@ class RedisSlots:
     async def tell(self, *, with_held: bool) -> None:
         """One round of that. Only one is under way, so that what is let go is not held again by an older word.
 
-        What Redis does not hear of ends there with its lease.
+        What Redis has not heard of it is told again, unless that is too much: then it ends there with its lease.
         """
         self._has_released.clear()
         for tenant in set(self._released) | (set(self._held) if with_held else set()):
@@ -154,7 +156,9 @@ class RedisSlots:
             told = partial(
                 self._calls.run_script, KEEP, [slots_key(tenant)], [LEASE_S, len(gone), *gone, *held]
             )
-            await self._calls.answer(told, self._calls.limit_s)
+            reply = await self._calls.answer(told, self._calls.limit_s)
+            if isinstance(reply, NoAnswer) and len(gone) <= _MAX_UNTOLD:
+                continue
             self._released[tenant] -= gone
             if not self._released[tenant]:
                 del self._released[tenant]

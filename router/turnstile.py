@@ -34,22 +34,28 @@ class Turnstile:
     @asynccontextmanager
     async def enter(self, tenant: str, most: int, bucket: str, rate: Rate) -> AsyncIterator[Grant]:
         """Holds a slot, and says whether a request was counted; raises QueueFullError when `most` slots are held."""
-        wait: object = NoAnswer()
+        reply: object = NoAnswer()
 
         async def ask(words: Sequence[str | int]) -> object:
             """With the rate before it."""
-            nonlocal wait
+            nonlocal reply
             keys, arguments = [bucket_key(bucket), slots_key(tenant)], [*words_of(rate, _ONE_REQUEST), *words]
             asking = partial(self.calls.run_script, ENTER, keys, arguments)
-            on_abandoned = partial(self._leave, bucket, rate)
-            taken, wait = _both(await self.calls.answer(asking, self.budget_s, on_abandoned))
-            return taken
+            reply = await self.calls.answer(asking, self.budget_s, partial(self._leave, bucket, rate))
+            return _both(reply)[0]
 
-        async with self.slots.hold_by(ask, tenant, most):
-            yield self.limiter.grant_of(wait, bucket, rate, _ONE_REQUEST)
+        is_in = False
+        try:
+            async with self.slots.hold_by(ask, tenant, most):
+                is_in = True
+                yield self.limiter.grant_of(_both(reply)[1], bucket, rate, _ONE_REQUEST)
+        finally:
+            # A server that was emptied lets in whoever has no room here.
+            if not is_in:
+                self._leave(bucket, rate, reply)
 
     def _leave(self, bucket: str, rate: Rate, reply: object) -> None:
-        """Whoever asked has left before it was told; its slot is let go in any case."""
+        """Whoever asked has left before it was told, or has no room; its slot is let go in any case."""
         taken, wait = _both(reply)
         if taken == 1:
             self.limiter.take_back(bucket, rate, _ONE_REQUEST, wait)

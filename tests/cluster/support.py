@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,10 @@ class Cluster:
 
 @asynccontextmanager
 async def another_worker(cluster: Cluster, name: str, *flags: str) -> AsyncIterator[ManagedProcess]:
-    """A worker that nobody had been told of, beside those of a running cluster."""
-    layout = cluster.local.layout
+    """A decode worker that nobody had been told of, beside those of a running cluster: its name is the next one."""
+    layout, shape = cluster.local.layout, cluster.local.layout.config.shape
+    one_more = replace(shape, num_decode=shape.num_decode + 1)
+    layout = replace(layout, config=replace(layout.config, topology=str(one_more)))
     command = (*worker_command(layout, name), *flags)
     spec = ProcessSpec(name, command, serving(layout.worker_address(name)))
     process = await ManagedProcess.start(spec, layout.log_dir)

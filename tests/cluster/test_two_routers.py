@@ -330,12 +330,12 @@ async def test_what_is_no_worker_of_ours_is_refused_and_harms_nobody(
     async with pair(tmp_path, tiny_tokenizer_dir, topology="1P1D") as both:
         router = both.cluster.local.router_addresses[0]
         # Workers in exact mode compute other numbers.
-        async with another_worker(both.cluster, "decode-9", "--exactness", "exact"):
+        async with another_worker(both.cluster, "decode-1", "--exactness", "exact"):
             async with Redis.from_url(both.redis.url) as table:
                 now, _ = await table.time()
                 for address in (router, "127.0.0.1:1", "garbage"):
                     await table.hset("paceline:workers:decode", address, f"1:{now + 60}:ab:liar")
-            named = (both.cluster.local.layout.worker_address("decode-9"), router, "127.0.0.1:1")
+            named = (both.cluster.local.layout.worker_address("decode-1"), router, "127.0.0.1:1")
             async with asyncio.timeout(PATIENCE_S):
                 while any(refusals(both.cluster, address) < len(both.clients) for address in named):
                     for client in both.clients:

@@ -365,6 +365,9 @@ async def test_a_first_token_goes_before_those_that_only_go_on() -> None:
             order.extend(number for _ in event.tokens.token_ids)
 
     reading = [asyncio.create_task(read(number)) for number in range(4)]
+    # Of the fourth one a step has begun the prompt; that is no token.
+    begun = decode_pb2.SequenceEvent(request_id="r3", started=decode_pb2.SequenceStarted())
+    link._take(decode_pb2.DecodeResponse(events=[begun]))
     for step in ([0, 1], [0, 1, 2, 3]):
         link._take(
             decode_pb2.DecodeResponse(
@@ -383,3 +386,25 @@ async def test_a_first_token_goes_before_those_that_only_go_on() -> None:
     await asyncio.gather(*reading, return_exceptions=True)
     await channels.aclose()
     assert order == [0, 1, 3, 0, 1, 2]
+
+
+async def test_nothing_of_a_step_comes_behind_a_sequence_s_end() -> None:
+    """Neither of one that goes on nor of a new one, whatever its worker says."""
+    channels = Channels()
+    link = DecodeLink(channels.get("127.0.0.1:1"), "decode-0", max_buffered=8)
+    handles = [link.submit(make_spec("r0", max_tokens=9), make_ticket()), link.submit(make_spec("r1"))]
+    said = [
+        decode_pb2.SequenceTokens(token_ids=[7], finish_reason=generation_pb2.FINISH_REASON_LENGTH),
+        decode_pb2.SequenceTokens(first_index=1, token_ids=[8]),
+    ]
+    link._take(
+        decode_pb2.DecodeResponse(
+            events=[
+                decode_pb2.SequenceEvent(request_id=request_id, tokens=tokens)
+                for tokens in said
+                for request_id in ("r0", "r1")
+            ]
+        )
+    )
+    assert [(await anext(handle)).tokens.token_ids for handle in handles] == [[7], [7]]
+    await channels.aclose()

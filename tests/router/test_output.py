@@ -116,6 +116,14 @@ def test_log_probabilities_of_the_prompt_are_told_with_its_end(byte_level: Token
     assert tuple(done.prefill_done.prompt_logprobs) == entries
 
 
+def test_an_end_without_a_token_does_not_keep_back_that_the_prompt_is_computed(
+    byte_level: Tokenizer,
+) -> None:
+    """As when a message is repeated whose token was seen before."""
+    responses = _take(_stream(byte_level), PromptComputed(4, "p"), Tokens((), FinishReason.LENGTH))
+    assert [response.WhichOneof("event") for response in responses] == ["prefill_done", "finish"]
+
+
 # -- tokens
 
 

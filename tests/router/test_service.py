@@ -10,10 +10,10 @@ import pytest
 
 from paceline.core.clock import ManualClock
 from paceline.core.errors import PeerLostError
-from paceline.core.request import SamplingParams, SequenceSpec
+from paceline.core.request import Prompt, SamplingParams, SequenceSpec
 from paceline.v1 import generation_pb2, inference_pb2
 from router.hash_ring import HashRing, prompt_key
-from router.rate_limit import LocalRateLimiter, Rate
+from router.rate_limit import Grant, LocalRateLimiter, Rate
 from router.tenants import new_key
 from router.tokenizer import Tokenizer
 from tests.factories import make_spec
@@ -164,3 +164,37 @@ async def test_a_bug_has_a_status_and_a_reason(router: WholeRouter) -> None:
     assert "secret" not in str(caught.value)
     assert router.service.stats().num_ended == {"INVARIANT": 1}
     assert (await answer(router, request()))[-1].HasField("finish")
+
+
+class Slow(LocalRateLimiter):
+    """Lets somebody in once it is read what they want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read = asyncio.Event()
+
+    async def take(self, name: str, rate: Rate, cost: int) -> Grant:
+        """See RateLimiter."""
+        await self.is_read.wait()
+        return await super().take(name, rate, cost)
+
+
+async def test_what_is_short_is_read_while_its_tenant_is_asked_for(
+    tiny_tokenizer_dir: Path, byte_level: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody would be let in here."""
+    limiter, (key, digest) = Slow(), new_key()
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(f'[tenants.acme]\nkey_hashes = ["{digest}"]\nrequests_per_minute = 9\n')
+
+    async def aencode(prompt: Prompt) -> tuple[int, ...]:
+        """Tells when it is."""
+        limiter.is_read.set()
+        return byte_level.encode(prompt)
+
+    monkeypatch.setattr(byte_level, "aencode", aencode)
+    books, call = Books(limiter), Call((("authorization", f"Bearer {key}"),))
+    async with whole_router(tiny_tokenizer_dir, byte_level, books=books, tenants=str(tenants)) as router:
+        async with asyncio.timeout(20):
+            await router.generate(request(max_tokens=3), call)
+    assert call.responses[-1].HasField("finish")

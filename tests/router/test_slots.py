@@ -179,3 +179,41 @@ async def test_an_emptied_server_gives_no_router_more_than_there_is(
         assert await num_free(one) == 1
     await one.tell(with_held=False)
     assert await num_free(one) == 3
+
+
+async def test_what_redis_did_not_hear_of_is_told_again(
+    routers: list[RedisSlots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant's only slot, let go while Redis is away for a moment, is there for the next one at once, and soon at other routers."""
+    one, two = routers
+    async with one.hold("acme", 1):
+        pass
+    with monkeypatch.context() as away:
+        away.setattr(one._calls, "run_script", _fails)
+        await one.tell(with_held=False)
+    async with one.hold("acme", 1):
+        pass
+    await one.tell(with_held=True)
+    async with two.hold("acme", 1):
+        pass
+
+
+async def test_what_redis_does_not_hear_of_for_long_is_forgotten(
+    routers: list[RedisSlots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases end there by themselves, and a router that remembered all would grow."""
+    one = routers[0]
+    monkeypatch.setattr(one._calls, "run_script", _fails)
+    most = 0
+    for number in range(5000):
+        async with one.hold("acme", 1):
+            pass
+        if number % 100 == 0:
+            await one.tell(with_held=False)
+            most = max(most, *map(len, one._released.values()), 0)
+    assert 0 < most < 2000
+
+
+async def _fails(*_: object) -> object:
+    """Redis is away."""
+    raise ConnectionError
