@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import structlog
 
 from benchmarks import kv_handover, kv_transports, prefix_table
-from benchmarks.simulator.options import write_json
+from benchmarks.simulator.options import say, write_json
 from paceline.runtime.memory import keep_freed_memory
 
 # A section prints its table, says on stderr what it is doing, and gives its keys for --json.
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     numbers: dict[str, Any] = {}
     with _warnings_only():
         for name in args.only or SECTIONS:
-            numbers |= SECTIONS[name](_say, args)
+            numbers |= SECTIONS[name](say, args)
     if args.json:
         write_json(args.json, numbers)
     return 0
@@ -69,7 +68,3 @@ def _warnings_only() -> Iterator[None]:
         yield
     finally:
         structlog.configure(**before)
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from benchmarks.reading import BLOCK_SIZE, Tokens, generate, is_same_choice, losses, read_texts
+from benchmarks.simulator.options import say
 from paceline.engine.model_loader import LoadedModel, load_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.launcher.models import DEFAULT_MODEL, resolve_model
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the same
     torch.set_num_threads(args.threads)
-    directory = args.model or resolve_model(DEFAULT_MODEL.name, _say)
+    directory = args.model or resolve_model(DEFAULT_MODEL.name, say)
     with torch.inference_mode():
         found = list(_measure_all(directory, args))
     numbers = _numbers(found)
@@ -88,11 +88,11 @@ def _measure_all(directory: Path, args: argparse.Namespace) -> Iterator[Found]:
     loaded = {weights: load_model(directory, weights, BLOCK_SIZE) for weights in ("float32", "bfloat16")}
     longest = min(args.max_tokens, loaded[PLAIN].max_model_tokens)
     texts, prompts = read_texts(directory, longest, args.prompts)
-    _say(f"greedy output of plain KV: {len(prompts)} prompts, {args.new_tokens} tokens each")
-    outputs = generate(_runner(loaded, VARIANTS[0], texts, prompts, args), prompts, args.new_tokens, _say)
+    say(f"greedy output of plain KV: {len(prompts)} prompts, {args.new_tokens} tokens each")
+    outputs = generate(_runner(loaded, VARIANTS[0], texts, prompts, args), prompts, args.new_tokens, say)
     material = Material(texts, prompts, outputs)
     for variant in VARIANTS:
-        _say(f"{variant.name}: {sum(map(len, texts))} tokens of text, {len(prompts)} prompts again")
+        say(f"{variant.name}: {sum(map(len, texts))} tokens of text, {len(prompts)} prompts again")
         yield _measure(_runner(loaded, variant, texts, prompts, args), variant, material)
 
 
@@ -188,10 +188,6 @@ def _print_table(found: list[Found], model: str, args: argparse.Namespace) -> No
             f"{each.name:<17}{each.block_bytes / half.block_bytes:>7.3f}{each.ppl:>9.3f}{each.ppl / plain.ppl:>9.4f}"
             f"{each.ppl_below / plain.ppl_below:>9.4f}{beyond:>9}{each.greedy_agreement:>8.4f}{each.greedy_until_first:>8.3f}"
         )
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

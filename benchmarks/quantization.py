@@ -8,7 +8,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.reading import BLOCK_SIZE, Tokens, generate, is_same_choice, losses, one_step, read_texts
+from benchmarks.simulator.options import say
 from paceline.engine.model_loader import LoadedModel, load_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.quantization import quantised
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call] # transformers has no annotations here
     logging.set_verbosity_error()  # type: ignore[no-untyped-call] # the same
     torch.set_num_threads(args.threads)
-    directory = args.model or resolve_model(DEFAULT_MODEL.name, _say)
+    directory = args.model or resolve_model(DEFAULT_MODEL.name, say)
     dtype = resolve_dtype(args.dtype)
     with torch.inference_mode():
         found = _measure_all(directory, dtype, args)
@@ -86,13 +86,13 @@ def _measure_all(directory: Path, dtype: str, args: argparse.Namespace) -> list[
     longest = min(args.max_tokens, loaded[PLAIN].max_model_tokens)
     texts, prompts = read_texts(directory, longest, args.prompts)
     runners = {name: _runner(model, texts, prompts, args) for name, model in loaded.items()}
-    _say(f"greedy output of the plain weights: {len(prompts)} prompts, {args.new_tokens} tokens each")
-    outputs = generate(runners[PLAIN], prompts, args.new_tokens, _say)
+    say(f"greedy output of the plain weights: {len(prompts)} prompts, {args.new_tokens} tokens each")
+    outputs = generate(runners[PLAIN], prompts, args.new_tokens, say)
     accuracies = {}
     for name, runner in runners.items():
-        _say(f"{name}: {sum(map(len, texts))} tokens of text, {len(prompts)} prompts again")
+        say(f"{name}: {sum(map(len, texts))} tokens of text, {len(prompts)} prompts again")
         accuracies[name] = _accuracy(runner, texts, prompts, outputs)
-    _say(f"steps: {', '.join(work.name for work in WORKS)}")
+    say(f"steps: {', '.join(work.name for work in WORKS)}")
     times = {work.name: _times(runners, work, args.turns) for work in WORKS}
     return [_found(name, accuracies[name], times) for name in QUANTIZATIONS]
 
@@ -184,10 +184,6 @@ def _print_table(found: list[Found], about: str, args: argparse.Namespace) -> No
             f"{each.name:<9}{accuracy.ppl:>9.3f}{accuracy.ppl / plain.accuracy.ppl:>9.4f}"
             f"{accuracy.greedy_agreement:>8.4f}{accuracy.greedy_until_first:>8.3f}{steps}"
         )
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,6 @@
 """The compiled product of 8 bits: what torch's own functions give, and the same bits for a row in any company."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +16,7 @@ from paceline.engine.kernels.cpu.build import NoKernelError
 from paceline.engine.kernels.cpu.int8_linear import Int8Product, MakesInt8Product, native_int8
 from paceline.engine.kv_cache import TORCH_DTYPES
 from paceline.engine.quantised_linear import TorchInt8, quantise_rows
+from tests.engine.kernels.sanitized import run_checked
 
 # What fills panels, vectors and quads, what does not, and what is not even one of each.
 SHAPES = ((1, 1), (3, 2), (16, 32), (20, 33), (64, 48), (67, 100), (576, 192), (1021, 31))
@@ -139,31 +138,5 @@ def test_whole_numbers_are_within_half_a_step() -> None:
 def test_it_reads_what_is_its_own_and_does_nothing_undefined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above once more, in a process whose kernel is built with the compiler's checks and ends it at the first fault."""
-    checks = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -O1"
-    compiler = tmp_path / "checking"
-    # In a script, since its flags are to follow ours.
-    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {checks}\n')
-    compiler.chmod(0o700)
-    library = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("LD_PRELOAD", library)
-    # Python itself leaves memory behind.
-    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
-    argv = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-sqx",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-m",
-        "not slow",
-    ]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    """The tests above once more, under the compiler's checks."""
+    run_checked(__file__, tmp_path, monkeypatch, "-m", "not slow")

@@ -4,8 +4,6 @@ import itertools
 import os
 import pwd
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +28,7 @@ from paceline.engine.kernels.cpu.paged_attention import RaggedTables, register
 from paceline.engine.kv_cache import TORCH_DTYPES, KVCache
 from paceline.engine.model_loader import load_model, use_paged_attention
 from paceline.engine.native_attention import NATIVE_NAME, choose_attention
+from tests.engine.kernels.sanitized import run_checked
 
 # Plain; soft caps and windows; sinks that are logits; value heads of another size; keys and values that layers share; all tokens' logits.
 KINDS = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "gpt2")
@@ -266,24 +265,9 @@ def test_what_is_no_number_stays_with_its_sequence() -> None:
 def test_it_reads_what_is_its_own_and_does_nothing_undefined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above once more, in a process whose kernel is built with the compiler's checks and ends it at the first fault."""
-    checks = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -O1"
-    compiler = tmp_path / "checking"
-    # In a script, since its flags are to follow ours.
-    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {checks}\n')
-    compiler.chmod(0o700)
-    library = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("LD_PRELOAD", library)
-    # Python itself leaves memory behind.
-    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+    """The tests above once more, under the compiler's checks."""
     chosen = "no_number or company or windows or (every_size and 5-3)"
-    argv = [sys.executable, "-P", "-m", "pytest", "-sqx", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_checked(__file__, tmp_path, monkeypatch, "-k", chosen)
 
 
 @pytest.mark.parametrize("name", KINDS)
